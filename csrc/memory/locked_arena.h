@@ -1,0 +1,75 @@
+// LockedArena: where locked blocks come from: segments, reuse, the cache limit, statistics.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "os/locked_pages.h"
+
+namespace locked_tensor {
+
+class LockedArena;
+
+// A live block. Opaque but for these three; owned by counted references.
+struct Block {
+  LockedArena* owner;
+  std::byte* data;
+  size_t size_bytes;  // as asked
+};
+
+struct ArenaStats {
+  uint64_t allocated_bytes = 0;  // in live blocks, as asked
+  uint64_t reserved_bytes = 0;   // mapped and locked: live, cached and slack
+  uint64_t cached_bytes = 0;     // free and kept for reuse
+  uint64_t peak_allocated_bytes = 0;
+  uint64_t peak_reserved_bytes = 0;
+  uint64_t allocations = 0;  // since the start
+  uint64_t frees = 0;
+  uint64_t cache_hits = 0;
+  uint64_t segments_mapped = 0;  // since the start
+  uint64_t segments_unmapped = 0;
+  uint64_t live_blocks = 0;
+  uint64_t segments = 0;         // mapped now
+  uint64_t huge_page_bytes = 0;  // of reserved, in segments that ask for huge pages
+  uint64_t lock_failures = 0;
+};
+
+// Thread-safe. A block of 512 bytes or more is 512-aligned, of a page or more page-aligned, every
+// other 64-aligned. No system call is made under the arena's mutex.
+class LockedArena {
+ public:
+  // The process's arena. Leaked on purpose. A forked child gets a fresh one; blocks of the parent
+  // stay readable there and are released as nothing.
+  static LockedArena& process();
+
+  LockedArena();
+  ~LockedArena();
+  LockedArena(const LockedArena&) = delete;
+  LockedArena& operator=(const LockedArena&) = delete;
+
+  // A block with one reference. bytes > 0. Throws LockRefused after giving back the cache and
+  // trying once more; then nothing has changed.
+  Block* allocate(size_t bytes, const PageOptions& options);
+
+  // Counted references. The memory is given back when the last one goes, by the block's owner.
+  static void retain(Block* block) noexcept;
+  static void release(Block* block) noexcept;
+
+  // The live block that holds `address`, retained, or nullptr.
+  Block* hold(const void* address) noexcept;
+
+  // Free bytes kept for reuse at most; what exceeds is unlocked and unmapped now.
+  void set_cache_limit(uint64_t bytes);
+  uint64_t cache_limit() const;
+  // Unlocks and unmaps all that is free.
+  void empty_cache();
+
+  ArenaStats stats() const;
+  void reset_peak_stats();
+
+ private:
+  struct Impl;
+  Impl* impl_;
+};
+
+}  // namespace locked_tensor
