@@ -1,6 +1,7 @@
 // LockedArena: where locked blocks come from: segments, reuse, the cache limit, statistics.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,11 +11,13 @@ namespace locked_tensor {
 
 class LockedArena;
 
-// A live block. Opaque but for these three; owned by counted references.
+// A live block, owned by counted references (retain, release).
 struct Block {
   LockedArena* owner;
   std::byte* data;
   size_t size_bytes;  // as asked
+  // A handle's claim, by new_cpu_locked_tensor, that free_cpu_locked_tensor has not given up yet.
+  std::atomic<bool> is_claimed{false};
 };
 
 struct ArenaStats {
