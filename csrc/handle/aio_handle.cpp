@@ -1,0 +1,389 @@
+#include "handle/aio_handle.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+#include <limits>
+#include <set>
+
+#include "io/engine_select.h"
+#include "memory/range_registry.h"
+#include "os/fork.h"
+#include "os/status.h"
+
+namespace locked_tensor {
+
+namespace {
+
+// Note [Forked handles] A child has neither the threads nor the rings of its parent's handles. It
+// only closes the inherited descriptors, at once, because they would keep the parent's registered
+// pages; the rest (mutexes and condition variables in unknown states) is leaked there.
+class LiveHandles {
+ public:
+  static LiveHandles& process() {
+    static LiveHandles* handles =
+        new LiveHandles;  // leaked: handles may outlive static destruction
+    return *handles;
+  }
+
+  void add(AioHandle* handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    handles_.insert(handle);
+  }
+  void remove(AioHandle* handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    handles_.erase(handle);
+  }
+
+ private:
+  LiveHandles() {
+    add_fork_hooks({[this] { mutex_.lock(); }, [this] { mutex_.unlock(); },
+                    [this] {
+                      for (AioHandle* handle : handles_) {
+                        handle->abandon_in_child();
+                      }
+                      handles_.clear();
+                      mutex_.unlock();
+                    }});
+  }
+
+  std::mutex mutex_;
+  std::set<AioHandle*> handles_;
+};
+
+std::unique_ptr<Engine> engine_for(const HandleOptions& options) {
+  options.check();
+  return make_engine(options.engine, options.queue_depth, options.intra_op_parallelism);
+}
+
+void check_offset(int64_t offset, uint64_t bytes) {
+  if (offset < 0) {
+    throw std::invalid_argument("file_offset must not be negative, got " + std::to_string(offset));
+  }
+  if (bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max() - offset)) {
+    throw std::invalid_argument("file_offset " + std::to_string(offset) + " plus " +
+                                std::to_string(bytes) + " bytes is beyond what a file can hold");
+  }
+}
+
+}  // namespace
+
+TransfersFailed::TransfersFailed(std::vector<std::exception_ptr> failures)
+    : std::runtime_error(std::to_string(failures.size()) + " transfers failed"),
+      failures_(std::move(failures)) {}
+
+AioHandle::AioHandle(const HandleOptions& options) : AioHandle(options, engine_for(options)) {}
+
+AioHandle::AioHandle(const HandleOptions& options, std::unique_ptr<Engine> engine)
+    : options_(options),
+      fork_generation_(fork_generation()),
+      engine_name_(engine->name()),
+      files_(options.direct),
+      driver_(std::make_unique<Driver>(
+          options, std::move(engine),
+          [this](const std::shared_ptr<Transfer>& transfer) { note_done(transfer); })) {
+  options_.check();
+  LiveHandles::process().add(this);
+}
+
+AioHandle::~AioHandle() {
+  LiveHandles::process().remove(this);
+  if (fork_generation_ != fork_generation()) {
+    static_cast<void>(driver_.release());  // Note [Forked handles]
+  }
+}
+
+void AioHandle::abandon_in_child() {
+  if (driver_ != nullptr) {
+    driver_->abandon_in_child();
+  }
+}
+
+void AioHandle::check_process() const {
+  if (fork_generation_ != fork_generation()) {
+    throw std::runtime_error(
+        "this aio_handle belongs to the parent process; make a new one after fork");
+  }
+}
+
+AioHandle::Use AioHandle::use() {
+  check_process();
+  Use use(users_);
+  if (is_closed()) {
+    throw std::invalid_argument("the aio_handle is closed");
+  }
+  return use;
+}
+
+// --- starting -----------------------------------------------------------------------------------
+
+std::shared_ptr<OpenFile> AioHandle::open_file(const FileName& file, Operation operation) {
+  if (const int* fd = std::get_if<int>(&file)) {
+    return OpenFile::from_descriptor(*fd, operation, options_.direct);
+  }
+  const std::string& path = std::get<std::string>(file);
+  try {
+    return files_.acquire(path, operation);
+  } catch (const KernelError& error) {
+    if (error.errno_value() != EMFILE && error.errno_value() != ENFILE) {
+      throw;
+    }
+  }
+  driver_->drain();  // transfers in flight hold descriptors too
+  return files_.acquire(path, operation);
+}
+
+// Opens the file, plans the parts and sizes the file; kernel refusals become the transfer's
+// failure.
+void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
+  try {
+    transfer.file = open_file(spec.file, transfer.operation);
+    const uint64_t begin = static_cast<uint64_t>(spec.file_offset_bytes);
+    if (transfer.bytes == 0) {
+      return;
+    }
+    if (transfer.operation == Operation::kRead) {
+      const uint64_t size = transfer.file->size_bytes();
+      if (begin + transfer.bytes > size) {
+        throw ShortRead(transfer.bytes, size > begin ? size - begin : 0, begin,
+                        transfer.file->path());
+      }
+    }
+    uint64_t offset = begin;
+    bool grows = false;
+    for (Layout& layout : spec.memory) {
+      if (layout.bytes() == 0) {
+        continue;
+      }
+      const bool is_locked =
+          RangeRegistry::process().contains(layout.data(), layout.extent_bytes());
+      Part& part = transfer.parts.emplace_back(std::move(layout), offset, is_locked);
+      part.plan(*transfer.file, transfer.operation, driver_->rules());
+      offset = part.file_end();
+      grows = grows || part.has_middle();
+    }
+    if (transfer.operation == Operation::kWrite) {
+      try {
+        transfer.claim = SizeClaim(transfer.file, begin, offset, grows);
+      } catch (const KernelError& error) {
+        if (error.errno_value() != ENOSPC) {
+          throw;
+        }
+        files_.drop_unlinked();  // their space is freed now
+        transfer.claim = SizeClaim(transfer.file, begin, offset, grows);
+      }
+    }
+  } catch (const KernelError&) {
+    transfer.fail(std::current_exception(), static_cast<uint64_t>(spec.file_offset_bytes));
+  } catch (const ShortRead&) {
+    transfer.fail(std::current_exception(), static_cast<uint64_t>(spec.file_offset_bytes));
+  }
+}
+
+std::shared_ptr<Transfer> AioHandle::make(TransferSpec spec, Report report) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->operation = spec.operation;
+  transfer->report = report;
+  transfer->validates = spec.validates;
+  for (const Layout& layout : spec.memory) {
+    transfer->bytes += layout.bytes();
+  }
+  check_offset(spec.file_offset_bytes, transfer->bytes);
+  open(*transfer, spec);
+  transfer->keep_alive = std::move(spec.keep_alive);
+  return transfer;
+}
+
+std::vector<std::shared_ptr<Transfer>> AioHandle::start_all(std::vector<TransferSpec> specs,
+                                                            Report report) {
+  const Use in_use = use();
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  transfers.reserve(specs.size());
+  for (TransferSpec& spec : specs) {
+    transfers.push_back(make(std::move(spec), report));
+  }
+  {
+    std::lock_guard<std::mutex> lock(driver_->mutex());
+    for (const std::shared_ptr<Transfer>& transfer : transfers) {
+      transfer->sequence = next_sequence_++;
+      transfer->epoch = epoch_;
+      if (report != Report::kCaller) {
+        ++pending_by_epoch_[epoch_];
+      }
+    }
+  }
+  driver_->start(transfers, report == Report::kCaller);
+  return transfers;
+}
+
+std::shared_ptr<Transfer> AioHandle::start(TransferSpec spec, Report report) {
+  std::vector<TransferSpec> specs;
+  specs.push_back(std::move(spec));
+  return start_all(std::move(specs), report).front();
+}
+
+void AioHandle::run(TransferSpec spec, const OnInterrupt& on_interrupt) {
+  const std::shared_ptr<Transfer> transfer = start(std::move(spec), Report::kCaller);
+  wait_for(transfer, -1, on_interrupt);
+  if (transfer->failure != nullptr) {
+    std::rethrow_exception(transfer->failure);
+  }
+}
+
+// --- waiting ------------------------------------------------------------------------------------
+
+// Under the driver's mutex.
+void AioHandle::note_done(const std::shared_ptr<Transfer>& transfer) {
+  if (transfer->keep_alive != nullptr) {
+    retired_.push_back(std::move(transfer->keep_alive));
+  }
+  if (transfer->report == Report::kCaller) {
+    return;
+  }
+  const auto pending = pending_by_epoch_.find(transfer->epoch);
+  LT_CHECK(pending != pending_by_epoch_.end(), "an ended transfer was pending");
+  if (--pending->second == 0) {
+    pending_by_epoch_.erase(pending);
+  }
+  ++ended_;
+  if (transfer->failure != nullptr) {
+    failures_.emplace(transfer->sequence, transfer->failure);
+  }
+}
+
+uint64_t AioHandle::wait(const OnInterrupt& on_interrupt) {
+  const Use in_use = use();
+  return wait_in_use(on_interrupt);
+}
+
+uint64_t AioHandle::wait_in_use(const OnInterrupt& on_interrupt) {
+  uint64_t last_epoch;
+  {
+    std::lock_guard<std::mutex> lock(driver_->mutex());
+    last_epoch = epoch_++;
+  }
+  uint64_t ended = 0;
+  std::map<uint64_t, std::exception_ptr> failures;
+  driver_->drive(
+      [&]() -> uint64_t {
+        uint64_t pending = 0;
+        for (const auto& [epoch, count] : pending_by_epoch_) {
+          pending += epoch <= last_epoch ? count : 0;
+        }
+        if (pending == 0) {
+          ended = std::exchange(ended_, 0);
+          failures.swap(failures_);
+        }
+        return pending;
+      },
+      -1, on_interrupt);
+  files_.drop_unlinked();
+  if (!failures.empty()) {
+    std::vector<std::exception_ptr> in_order;
+    for (auto& [sequence, failure] : failures) {
+      in_order.push_back(std::move(failure));
+    }
+    throw TransfersFailed(std::move(in_order));
+  }
+  return ended;
+}
+
+bool AioHandle::wait_for(const std::shared_ptr<Transfer>& transfer, int64_t timeout_ns,
+                         const OnInterrupt& on_interrupt) {
+  check_process();
+  const Use in_use(users_);
+  if (driver_ == nullptr) {
+    return true;  // close() has waited for everything
+  }
+  return driver_->drive(
+      [&]() -> uint64_t {
+        return transfer->is_done ? 0 : std::max<uint64_t>(1, transfer->pieces_out);
+      },
+      timeout_ns, on_interrupt);
+}
+
+std::exception_ptr AioHandle::take_failure(const std::shared_ptr<Transfer>& transfer) {
+  check_process();
+  const Use in_use(users_);
+  if (driver_ != nullptr) {
+    std::lock_guard<std::mutex> lock(driver_->mutex());
+    failures_.erase(transfer->sequence);
+  }
+  return transfer->failure;
+}
+
+void AioHandle::poll() {
+  const Use in_use = use();
+  driver_->drive([] { return 1; }, 0);
+}
+
+void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on_interrupt) {
+  const Use in_use = use();
+  UniqueFd own;
+  int fd = -1;
+  std::string name;
+  if (const int* given = std::get_if<int>(&file)) {
+    fd = *given;
+    name = "<file descriptor " + std::to_string(fd) + ">";
+  } else {
+    name = std::get<std::string>(file);
+    own = locked_tensor::open_file(name, O_RDONLY);
+    fd = own.get();
+  }
+  driver_->drive([this] { return driver_->live_transfers() == 0 ? 0 : 1; }, -1, on_interrupt);
+  const int result = driver_->engine().sync(fd, data_only);
+  if (result != 0) {
+    throw KernelError(-result, "fsync", name);
+  }
+}
+
+// --- ending -------------------------------------------------------------------------------------
+
+DriverStats AioHandle::stats() {
+  const Use in_use = use();
+  return driver_->stats();
+}
+
+std::vector<std::unique_ptr<KeepAlive>> AioHandle::take_retired() {
+  if (fork_generation_ != fork_generation()) {
+    return {};
+  }
+  const Use in_use(users_);
+  if (driver_ == nullptr) {
+    return std::move(retired_);
+  }
+  std::lock_guard<std::mutex> lock(driver_->mutex());
+  return std::exchange(retired_, {});
+}
+
+void AioHandle::close(const OnInterrupt& on_interrupt) {
+  if (fork_generation_ != fork_generation()) {
+    return;  // nothing here is this process's
+  }
+  std::exception_ptr failure;
+  {
+    const Use in_use(users_);
+    if (driver_ == nullptr) {
+      return;
+    }
+    try {
+      wait_in_use(on_interrupt);
+    } catch (const TransfersFailed&) {
+      failure = std::current_exception();
+    }
+    is_closed_ = true;
+  }
+  {
+    const std::unique_lock<std::shared_mutex> alone(users_);
+    if (driver_ != nullptr) {
+      driver_->drain();
+      driver_.reset();
+      files_.clear();
+    }
+  }
+  if (failure != nullptr) {
+    std::rethrow_exception(failure);
+  }
+}
+
+}  // namespace locked_tensor

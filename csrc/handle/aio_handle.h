@@ -1,0 +1,126 @@
+// AioHandle: what a caller sees of I/O: transfers started, waited for, counted, their failures
+// reported.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "handle/driver.h"
+#include "handle/file_cache.h"
+#include "handle/options.h"
+#include "handle/transfer.h"
+
+namespace locked_tensor {
+
+// A path, or the caller's open descriptor.
+using FileName = std::variant<std::string, int>;
+
+// What to move: memory stretches, in order, to or from consecutive bytes of a file.
+struct TransferSpec {
+  Operation operation = Operation::kRead;
+  std::vector<Layout> memory;
+  FileName file;
+  int64_t file_offset_bytes = 0;
+  bool validates = false;
+  std::unique_ptr<KeepAlive> keep_alive;
+};
+
+// Failures of asynchronous transfers, in the order in which these were started. Never empty.
+class TransfersFailed : public std::runtime_error {
+ public:
+  explicit TransfersFailed(std::vector<std::exception_ptr> failures);
+  const std::vector<std::exception_ptr>& failures() const { return failures_; }
+
+ private:
+  std::vector<std::exception_ptr> failures_;
+};
+
+// Thread-safe. std::invalid_argument: the caller was wrong (also: the handle is closed).
+// std::runtime_error: used in a forked child. Kernel refusals and short reads of a transfer belong
+// to that transfer and are thrown where its Report says.
+class AioHandle {
+ public:
+  using OnInterrupt = Driver::OnInterrupt;
+
+  explicit AioHandle(const HandleOptions& options);
+  // With an engine of the caller's, for tests.
+  AioHandle(const HandleOptions& options, std::unique_ptr<Engine> engine);
+  // Finishes what is in flight. In a forked child it leaks what cannot be destroyed there.
+  ~AioHandle();
+  AioHandle(const AioHandle&) = delete;
+  AioHandle& operator=(const AioHandle&) = delete;
+
+  const HandleOptions& options() const { return options_; }
+  const std::string& engine_name() const { return engine_name_; }
+
+  // Starts a transfer and returns at once.
+  std::shared_ptr<Transfer> start(TransferSpec spec, Report report);
+  std::vector<std::shared_ptr<Transfer>> start_all(std::vector<TransferSpec> specs, Report report);
+  // Moves the bytes and throws the transfer's own failure.
+  void run(TransferSpec spec, const OnInterrupt& on_interrupt = {});
+
+  // Waits for every transfer started before with Report kWait or kTicket. Returns how many have
+  // ended since the last wait; throws TransfersFailed instead when some of them failed.
+  uint64_t wait(const OnInterrupt& on_interrupt = {});
+  // Waits for one; false after timeout_ns (-1: none). Throws nothing of the transfer's.
+  bool wait_for(const std::shared_ptr<Transfer>& transfer, int64_t timeout_ns,
+                const OnInterrupt& on_interrupt = {});
+  // The failure of a transfer that has ended, or nullptr. wait() will not throw it again.
+  std::exception_ptr take_failure(const std::shared_ptr<Transfer>& transfer);
+  // Does what can be done without waiting.
+  void poll();
+
+  // Waits for this handle's transfers, then fsync(2), or fdatasync(2).
+  void sync(const FileName& file, bool data_only, const OnInterrupt& on_interrupt = {});
+
+  DriverStats stats();
+  // Keep-alives of ended transfers that only the owner may drop. Call often, drop outside every
+  // lock.
+  std::vector<std::unique_ptr<KeepAlive>> take_retired();
+
+  // Waits, releases everything and throws what wait() would have. Idempotent.
+  void close(const OnInterrupt& on_interrupt = {});
+  bool is_closed() const { return is_closed_.load(); }
+
+  // Called in a forked child: see Note [Forked handles].
+  void abandon_in_child();
+
+ private:
+  using Use = std::shared_lock<std::shared_mutex>;
+
+  void check_process() const;
+  Use use();  // for the length of a call; throws when closed
+  std::shared_ptr<Transfer> make(TransferSpec spec, Report report);
+  void open(Transfer& transfer, TransferSpec& spec);
+  std::shared_ptr<OpenFile> open_file(const FileName& file, Operation operation);
+  void note_done(const std::shared_ptr<Transfer>& transfer);
+  uint64_t wait_in_use(const OnInterrupt& on_interrupt);
+
+  const HandleOptions options_;
+  const uint64_t fork_generation_;
+  std::string engine_name_;
+  std::atomic<bool> is_closed_{false};
+  std::shared_mutex users_;  // shared by calls, exclusive for close()
+  FileCache files_;
+
+  // Guarded by the driver's mutex.
+  uint64_t next_sequence_ = 0;
+  uint64_t epoch_ = 0;                             // grows with each wait()
+  std::map<uint64_t, uint64_t> pending_by_epoch_;  // transfers that wait() covers and are not done
+  uint64_t ended_ = 0;                             // such transfers that ended since the last wait
+  std::map<uint64_t, std::exception_ptr> failures_;  // by sequence, not thrown yet
+  std::vector<std::unique_ptr<KeepAlive>> retired_;
+
+  std::unique_ptr<Driver> driver_;
+};
+
+}  // namespace locked_tensor

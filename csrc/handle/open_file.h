@@ -1,0 +1,79 @@
+// OpenFile: one file as transfers see it: what it grants, and a descriptor for each road.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "handle/options.h"
+#include "io/request.h"
+#include "os/align.h"
+#include "os/unique_fd.h"
+
+namespace locked_tensor {
+
+// One inode of one device, whatever its path.
+struct FileId {
+  dev_t device = 0;
+  ino_t inode = 0;
+
+  bool operator==(const FileId&) const = default;
+};
+
+struct FileIdHash {
+  size_t operator()(const FileId& id) const {
+    return static_cast<size_t>(id.inode * 0x9e3779b97f4a7c15u ^ id.device);
+  }
+};
+
+class OpenFile {
+ public:
+  // Opens `path` for one kind of operation; a write creates it with mode 0666 less umask. Throws
+  // KernelError: the open's, EISDIR for a directory, ESPIPE for what has no offsets, EOPNOTSUPP
+  // when direct I/O is required and not granted.
+  static std::shared_ptr<OpenFile> from_path(const std::string& path, Operation operation,
+                                             DirectMode direct);
+  // Uses the caller's descriptor as it is: direct if it has O_DIRECT and the file grants it. A
+  // duplicate is kept, so the caller may close theirs. Throws std::invalid_argument for O_APPEND.
+  static std::shared_ptr<OpenFile> from_descriptor(int fd, Operation operation, DirectMode direct);
+
+  const std::string& path() const { return path_; }
+  FileId id() const { return id_; }
+  bool is_regular() const { return is_regular_; }
+  // is_direct false: every byte goes through the page cache.
+  const DioAlignment& alignment() const { return alignment_; }
+  // Does the file system grant direct I/O on this file, to whoever asks for it?
+  bool may_be_direct() const { return may_be_direct_; }
+
+  int direct_fd() const { return fd_.get(); }
+  // A descriptor without O_DIRECT; opened on first use. Thread-safe.
+  int buffered_fd();
+
+  uint64_t size_bytes() const;
+  bool is_unlinked() const;
+  // The descriptor that fsync(2) is called on.
+  int any_fd() const { return fd_.get(); }
+
+ private:
+  OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMode direct);
+
+  std::string path_;
+  Operation operation_;
+  UniqueFd fd_;  // with O_DIRECT exactly when alignment_.is_direct
+  FileId id_;
+  bool is_regular_ = false;
+  bool may_be_direct_ = false;
+  DioAlignment alignment_;
+  std::mutex buffered_mutex_;
+  std::atomic<int> buffered_{-1};
+  UniqueFd buffered_owner_;
+};
+
+// stat(2) of a path; false when nothing is there. Throws KernelError for every other failure.
+bool stat_path(const std::string& path, struct stat* status);
+
+}  // namespace locked_tensor
