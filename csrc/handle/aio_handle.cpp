@@ -222,12 +222,13 @@ std::shared_ptr<Transfer> AioHandle::start(TransferSpec spec, Report report) {
   return start_all(std::move(specs), report).front();
 }
 
-void AioHandle::run(TransferSpec spec, const OnInterrupt& on_interrupt) {
+uint64_t AioHandle::run(TransferSpec spec, const OnInterrupt& on_interrupt) {
   const std::shared_ptr<Transfer> transfer = start(std::move(spec), Report::kCaller);
   wait_for(transfer, -1, on_interrupt);
   if (transfer->failure != nullptr) {
     std::rethrow_exception(transfer->failure);
   }
+  return transfer->bytes;
 }
 
 // --- waiting ------------------------------------------------------------------------------------
@@ -313,8 +314,16 @@ std::exception_ptr AioHandle::take_failure(const std::shared_ptr<Transfer>& tran
 }
 
 void AioHandle::poll() {
+  check_process();
+  const Use in_use(users_);
+  if (driver_ != nullptr) {
+    driver_->drive([] { return 1; }, 0);
+  }
+}
+
+void AioHandle::notify(int event_fd) {
   const Use in_use = use();
-  driver_->drive([] { return 1; }, 0);
+  driver_->notify(event_fd);
 }
 
 void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on_interrupt) {

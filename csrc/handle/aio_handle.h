@@ -65,8 +65,8 @@ class AioHandle {
   // Starts a transfer and returns at once.
   std::shared_ptr<Transfer> start(TransferSpec spec, Report report);
   std::vector<std::shared_ptr<Transfer>> start_all(std::vector<TransferSpec> specs, Report report);
-  // Moves the bytes and throws the transfer's own failure.
-  void run(TransferSpec spec, const OnInterrupt& on_interrupt = {});
+  // Moves the bytes, returns how many, and throws the transfer's own failure.
+  uint64_t run(TransferSpec spec, const OnInterrupt& on_interrupt = {});
 
   // Waits for every transfer started before with Report kWait or kTicket. Returns how many have
   // ended since the last wait; throws TransfersFailed instead when some of them failed.
@@ -76,8 +76,10 @@ class AioHandle {
                 const OnInterrupt& on_interrupt = {});
   // The failure of a transfer that has ended, or nullptr. wait() will not throw it again.
   std::exception_ptr take_failure(const std::shared_ptr<Transfer>& transfer);
-  // Does what can be done without waiting.
+  // Does what can be done without waiting; nothing when closed.
   void poll();
+  // Has an eventfd signalled when something came back or a transfer ended; then call poll().
+  void notify(int event_fd);
 
   // Waits for this handle's transfers, then fsync(2), or fdatasync(2).
   void sync(const FileName& file, bool data_only, const OnInterrupt& on_interrupt = {});

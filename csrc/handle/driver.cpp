@@ -1,5 +1,6 @@
 #include "handle/driver.h"
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -81,6 +82,15 @@ void Driver::abandon_in_child() {
 DriverStats Driver::stats() {
   Lock lock(mutex_);
   return stats_;
+}
+
+void Driver::notify(int event_fd) {
+  const int result = engine_->notify(event_fd);
+  if (result != 0) {
+    throw KernelError(-result, std::string("eventfd of the engine ") + engine_->name());
+  }
+  Lock lock(mutex_);
+  event_fd_ = event_fd;
 }
 
 void Driver::start(std::vector<std::shared_ptr<Transfer>> transfers, bool is_caller_driving) {
@@ -520,6 +530,10 @@ void Driver::end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer) 
   ++stats_.operations;
   on_done_(transfer);
   changed_.notify_all();
+  if (event_fd_ >= 0) {
+    // Fails only when the counter is full, and then the reader has been told.
+    static_cast<void>(::eventfd_write(event_fd_, 1));
+  }
 }
 
 uint32_t Driver::new_piece() {

@@ -55,6 +55,9 @@ class Driver {
   // Works until no transfer is left.
   void drain();
 
+  // Has an eventfd signalled at each completion of the engine and at the end of each transfer.
+  void notify(int event_fd);
+
   std::mutex& mutex() { return mutex_; }
   uint64_t live_transfers() const { return live_; }  // under the mutex
 
@@ -131,6 +134,7 @@ class Driver {
   uint64_t busy_threads_ = 0;
   bool is_reaping_ = false;
   bool is_stopping_ = false;
+  int event_fd_ = -1;
   uint32_t refusals_ =
       0;  // in a row, by the engine; each makes the next submit wait a little longer
   DriverStats stats_;

@@ -18,10 +18,8 @@ struct EngineInfo {
 // Probes at each call (limits and seccomp filters change); milliseconds.
 std::vector<EngineInfo> engines();
 
-// Makes the named engine, or for "auto" the best usable one that could be made (reasons of those
-// passed over are in `passed_over`, if given). Throws std::invalid_argument for an unknown name,
-// KernelError when the named engine is refused. `depth` is in 1..32768.
-std::unique_ptr<Engine> make_engine(const std::string& name, size_t depth, size_t threads,
-                                    std::vector<EngineInfo>* passed_over = nullptr);
+// Makes the named engine, or for "auto" the best that can be made. Throws std::invalid_argument for
+// an unknown name, KernelError when the named engine is refused. `depth` is in 1..32768.
+std::unique_ptr<Engine> make_engine(const std::string& name, size_t depth, size_t threads);
 
 }  // namespace locked_tensor

@@ -1,0 +1,88 @@
+#include "allocator/allocator_switch.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "allocator/locked_allocator.h"
+
+namespace locked_tensor {
+
+namespace {
+
+thread_local AllocationMode mode;
+std::atomic<uint64_t> fall_backs{0};
+
+class AllocatorSwitch : public c10::Allocator {
+ public:
+  explicit AllocatorSwitch(c10::Allocator* previous) : previous_(previous) {}
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (!mode.is_locked) {
+      return previous_->allocate(nbytes);
+    }
+    if (!mode.falls_back) {
+      return allocate_locked(nbytes, mode.pages);
+    }
+    try {
+      return locked_data(nbytes, mode.pages);
+    } catch (const LockRefused&) {
+      ++fall_backs;
+      return previous_->allocate(nbytes);
+    }
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    previous_->copy_data(to, from, count);
+  }
+
+ private:
+  c10::Allocator* previous_;
+};
+
+// Leaked: c10 wants static lifetime, and storages remember it.
+AllocatorSwitch* installed = nullptr;
+std::mutex install_mutex;
+
+}  // namespace
+
+void install_allocator_switch() {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (installed == nullptr) {
+    installed = new AllocatorSwitch(c10::GetCPUAllocator());
+    c10::SetCPUAllocator(installed);
+  }
+  if (c10::GetCPUAllocator() != installed) {
+    throw std::runtime_error(
+        "another library has replaced torch's CPU allocator, so locked_memory() cannot lock what "
+        "is "
+        "allocated; enter locked_memory() once after that library is loaded, or keep it from "
+        "calling c10::SetCPUAllocator");
+  }
+}
+
+bool is_allocator_switch_installed() {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  return installed != nullptr && c10::GetCPUAllocator() == installed;
+}
+
+AllocationMode set_allocation_mode(const AllocationMode& next) {
+  return std::exchange(mode, next);
+}
+
+const AllocationMode& allocation_mode() {
+  return mode;
+}
+
+PageOptions current_page_options() {
+  return mode.is_locked ? mode.pages : PageOptions{};
+}
+
+uint64_t fall_back_count() {
+  return fall_backs.load();
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,31 @@
+// The allocator switch: torch's one CPU allocator, locked on threads that ask for it.
+#pragma once
+
+#include "os/locked_pages.h"
+
+namespace locked_tensor {
+
+// What this thread's allocations are.
+struct AllocationMode {
+  bool is_locked = false;
+  bool falls_back = false;  // ordinary memory when the lock is refused
+  PageOptions pages;
+};
+
+// Puts the switch in front of the CPU allocator that is there, once. Afterwards outside of locked
+// modes an allocation costs one thread-local look more. Throws std::runtime_error when another
+// allocator stands where ours was put.
+void install_allocator_switch();
+bool is_allocator_switch_installed();
+
+// This thread's mode; returns the one before.
+AllocationMode set_allocation_mode(const AllocationMode& mode);
+const AllocationMode& allocation_mode();
+
+// The kind of pages that a locked allocation of this thread gets.
+PageOptions current_page_options();
+
+// How often an allocation of this process fell back to ordinary memory.
+uint64_t fall_back_count();
+
+}  // namespace locked_tensor

@@ -1,0 +1,69 @@
+#include "allocator/locked_allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <cstring>
+
+#include "allocator/allocator_switch.h"
+
+namespace locked_tensor {
+
+namespace {
+
+LockFailureHook lock_failure_hook = nullptr;
+
+void release_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  c10::profiledCPUMemoryReporter().Delete(block->data);
+  LockedArena::release(block);
+}
+
+class LockedAllocator : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    return allocate_locked(nbytes, current_page_options());
+  }
+  // The context is not the data, so there is no raw interface.
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    std::memcpy(to, from, count);
+  }
+};
+
+}  // namespace
+
+c10::Allocator* locked_allocator() {
+  static auto* allocator = new LockedAllocator;  // storages remember it until the process ends
+  return allocator;
+}
+
+c10::DataPtr allocate_locked(size_t nbytes, const PageOptions& options) {
+  try {
+    return locked_data(nbytes, options);
+  } catch (const LockRefused& refused) {
+    if (lock_failure_hook != nullptr) {
+      lock_failure_hook(refused);
+    }
+    throw;
+  }
+}
+
+c10::DataPtr locked_data(size_t nbytes, const PageOptions& options) {
+  const c10::Device cpu(c10::DeviceType::CPU);
+  if (nbytes == 0) {
+    return c10::DataPtr(nullptr, cpu);
+  }
+  Block* block = LockedArena::process().allocate(nbytes, options);
+  c10::profiledCPUMemoryReporter().New(block->data, nbytes);
+  return c10::DataPtr(block->data, block, &release_block, cpu);
+}
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+void set_lock_failure_hook(LockFailureHook hook) {
+  lock_failure_hook = hook;
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,29 @@
+// LockedAllocator: torch's way to the arena. The first floor that knows c10.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include "memory/locked_arena.h"
+
+namespace locked_tensor {
+
+// The allocator whose every block is locked. A storage that is to stay locked when it is resized
+// remembers this one. Throws what the lock-failure hook throws, else LockRefused.
+c10::Allocator* locked_allocator();
+
+// A locked block of `nbytes` (0: a null DataPtr). The DataPtr's context is the Block: its deleter
+// gives the block back to the arena that made it, whatever allocator is current then. Throws
+// LockRefused.
+c10::DataPtr locked_data(size_t nbytes, const PageOptions& options);
+// The same; throws what the lock-failure hook throws.
+c10::DataPtr allocate_locked(size_t nbytes, const PageOptions& options);
+
+// The block behind such a DataPtr, not retained; else nullptr.
+Block* block_of(const c10::DataPtr& data);
+
+// Called when memory cannot be locked; may throw something that c10 lets through unchanged.
+// Installed once, by bindings.
+using LockFailureHook = void (*)(const LockRefused&);
+void set_lock_failure_hook(LockFailureHook hook);
+
+}  // namespace locked_tensor

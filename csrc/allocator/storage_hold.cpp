@@ -1,0 +1,115 @@
+#include "allocator/storage_hold.h"
+
+#include <ATen/MapAllocator.h>
+#include <c10/core/impl/COW.h>
+#include <libshm.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "allocator/locked_allocator.h"
+#include "memory/range_registry.h"
+#include "os/mapping.h"
+
+namespace locked_tensor {
+
+class OwnedData {
+ public:
+  explicit OwnedData(c10::DataPtr original) : original_(std::move(original)) {}
+
+  void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
+
+  static void release(void* context) {
+    auto* owned = static_cast<OwnedData*>(context);
+    if (owned->references_.fetch_sub(1, std::memory_order_acq_rel) > 1) {
+      return;
+    }
+    for (const std::function<void()>& each : owned->at_death_) {
+      each();
+    }
+    delete owned;  // and with it the original, by its own deleter
+  }
+
+  void add(std::function<void()> at_death) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    at_death_.push_back(std::move(at_death));
+  }
+
+  static OwnedData* of(const c10::DataPtr& data) {
+    return data.get_deleter() == &release ? static_cast<OwnedData*>(data.get_context()) : nullptr;
+  }
+
+ private:
+  c10::DataPtr original_;
+  std::atomic<int> references_{1};
+  std::mutex mutex_;
+  std::vector<std::function<void()>> at_death_;
+};
+
+namespace {
+
+// Does torch know the storage by its deleter?
+bool must_keep_deleter(const c10::DataPtr& data) {
+  return c10::impl::cow::is_cow_data_ptr(data) || at::MapAllocator::fromDataPtr(data) != nullptr ||
+         at::RefcountedMapAllocator::fromDataPtr(data) != nullptr ||
+         THManagedMapAllocator::fromDataPtr(data) != nullptr;
+}
+
+// The owner of a storage's bytes, made on first use; nullptr where there can be none. With the GIL.
+OwnedData* owned_data(const c10::Storage& storage, bool may_replace_map) {
+  c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (OwnedData* owned = OwnedData::of(data)) {
+    return owned;
+  }
+  if (data.get() == nullptr || (must_keep_deleter(data) && !may_replace_map)) {
+    return nullptr;
+  }
+  void* bytes = data.get();
+  const c10::Device device = data.device();
+  auto* owned = new OwnedData(std::move(data));
+  data = c10::DataPtr(bytes, owned, &OwnedData::release, device);
+  return owned;
+}
+
+}  // namespace
+
+StorageHold::~StorageHold() {
+  if (block_ != nullptr) {
+    LockedArena::release(block_);
+  }
+  if (owned_ != nullptr) {
+    OwnedData::release(owned_);
+  }
+}
+
+StorageHold hold_storage(const c10::Storage& storage) {
+  StorageHold hold;
+  const c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (Block* block = block_of(data)) {
+    LockedArena::retain(block);
+    hold.block_ = block;
+  } else if (RangeRegistry::process().contains(data.get(), 1) &&
+             (hold.block_ = LockedArena::process().hold(data.get())) != nullptr) {
+    // Another library's storage over our bytes: dlpack, numpy.
+  } else if (OwnedData* owned = owned_data(storage, false)) {
+    owned->retain();
+    hold.owned_ = owned;
+  } else {
+    hold.storage_ = storage;
+  }
+  return hold;
+}
+
+bool when_bytes_die(const c10::Storage& storage, std::function<void()> at_death) {
+  const void* data = storage.mutable_data();  // makes a copy-on-write storage its own
+  // A private map of a file is no shared memory, though torch has the same deleter for both.
+  OwnedData* owned = owned_data(storage, !mapping_of(data).is_shared);
+  if (owned == nullptr) {
+    return false;
+  }
+  owned->add(std::move(at_death));
+  return true;
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,303 @@
+// The I/O half of _C: AioHandle, IoTicket, engines().
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "bindings/bindings.h"
+#include "bindings/io_arguments.h"
+#include "bindings/io_errors.h"
+#include "handle/aio_handle.h"
+#include "io/engine_select.h"
+
+namespace locked_tensor {
+
+namespace {
+
+// Lets Python's signal handlers run; what they raise leaves the wait, and the transfers go on.
+void check_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// The handle as Python holds it: every wait is without the GIL, and keep-alives of ended transfers
+// are dropped with it.
+class PyHandle {
+ public:
+  explicit PyHandle(const HandleOptions& options) {
+    py::gil_scoped_release no_gil;
+    handle_ = std::make_shared<AioHandle>(options);
+  }
+
+  ~PyHandle() {
+    try {
+      close();
+    } catch (...) {
+      // Nobody is left to raise it to; sys.unraisablehook shows it.
+      const py::object error = exception_object(std::current_exception());
+      PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+      PyErr_WriteUnraisable(py::str("an aio_handle dropped without close()").ptr());
+    }
+  }
+
+  AioHandle& get() { return *handle_; }
+  const std::shared_ptr<AioHandle>& shared() { return handle_; }
+
+  template <typename Call>
+  auto without_gil(Call call) {
+    drop_retired();
+    struct Drop {
+      PyHandle& self;
+      ~Drop() { self.drop_retired(); }
+    } drop{*this};
+    py::gil_scoped_release no_gil;
+    return call(*handle_);
+  }
+
+  void close() {
+    without_gil([](AioHandle& handle) { handle.close(check_signals); });
+  }
+
+  // The vector's destructor runs outside every lock, with the GIL.
+  void drop_retired() { handle_->take_retired(); }
+
+ private:
+  std::shared_ptr<AioHandle> handle_;
+};
+
+// One transfer, to be waited for by itself.
+class IoTicket {
+ public:
+  IoTicket(std::shared_ptr<AioHandle> handle, std::shared_ptr<Transfer> transfer)
+      : handle_(std::move(handle)), transfer_(std::move(transfer)) {}
+
+  uint64_t wait(std::optional<double> timeout_seconds) {
+    if (!wait_until_done(timeout_seconds)) {
+      PyErr_SetString(PyExc_TimeoutError,
+                      "the transfer has not ended yet; it goes on, and can be waited for again");
+      throw py::error_already_set();
+    }
+    if (const std::exception_ptr failure = handle_->take_failure(transfer_)) {
+      std::rethrow_exception(failure);
+    }
+    return transfer_->bytes;
+  }
+
+  bool done() { return wait_until_done(0.0); }
+
+  py::object exception() {
+    wait_until_done(std::nullopt);
+    const std::exception_ptr failure = handle_->take_failure(transfer_);
+    return failure == nullptr ? py::none() : exception_object(failure);
+  }
+
+  uint64_t bytes() const { return transfer_->bytes; }
+
+ private:
+  bool wait_until_done(std::optional<double> timeout_seconds) {
+    const int64_t timeout_ns = timeout_seconds ? nanoseconds_of(*timeout_seconds) : -1;
+    py::gil_scoped_release no_gil;
+    return handle_->wait_for(transfer_, timeout_ns, check_signals);
+  }
+
+  std::shared_ptr<AioHandle> handle_;
+  std::shared_ptr<Transfer> transfer_;
+};
+
+int64_t start_async(PyHandle& self, Operation operation, const at::Tensor& buffer,
+                    const py::object& file, int64_t file_offset, bool validate) {
+  TransferSpec spec = spec_of(operation, {buffer}, file, file_offset);
+  spec.validates = validate;
+  self.without_gil([&](AioHandle& handle) { handle.start(std::move(spec), Report::kWait); });
+  return 0;
+}
+
+int64_t run_sync(PyHandle& self, Operation operation, const at::Tensor& buffer,
+                 const py::object& file, int64_t file_offset, bool validate) {
+  TransferSpec spec = spec_of(operation, {buffer}, file, file_offset);
+  spec.validates = validate;
+  self.without_gil([&](AioHandle& handle) { handle.run(std::move(spec), check_signals); });
+  return 1;
+}
+
+// `fd=` stands in filename's place.
+py::object one_file(const py::object& filename, const py::object& fd) {
+  if (filename.is_none() == fd.is_none()) {
+    throw std::invalid_argument("give either filename or fd");
+  }
+  return filename.is_none() ? fd : filename;
+}
+
+template <Operation kOperation>
+void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
+  handle.def(
+      name.c_str(),
+      [](PyHandle& self, const at::Tensor& buffer, const py::object& filename, bool validate,
+         int64_t file_offset) {
+        run_sync(self, kOperation, buffer, filename, file_offset, validate);
+        return 0;
+      },
+      py::arg("buffer"), py::arg("filename"), py::arg("validate"), py::arg("file_offset") = 0);
+  handle.def(("p" + name).c_str(),
+             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename, bool validate,
+                bool is_async, int64_t file_offset) {
+               return is_async
+                          ? start_async(self, kOperation, buffer, filename, file_offset, validate)
+                          : run_sync(self, kOperation, buffer, filename, file_offset, validate);
+             },
+             py::arg("buffer"), py::arg("filename"), py::arg("validate"), py::arg("async"),
+             py::arg("file_offset") = 0);
+  handle.def(("sync_p" + name).c_str(),
+             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename,
+                int64_t file_offset) {
+               return run_sync(self, kOperation, buffer, filename, file_offset, false);
+             },
+             py::arg("buffer"), py::arg("filename"), py::arg("file_offset") = 0);
+  handle.def(("async_p" + name).c_str(),
+             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename,
+                int64_t file_offset, const py::object& fd) {
+               return start_async(self, kOperation, buffer, one_file(filename, fd), file_offset,
+                                  false);
+             },
+             py::arg("buffer"), py::arg("filename") = py::none(), py::arg("file_offset") = 0,
+             py::kw_only(), py::arg("fd") = py::none());
+  handle.def(
+      ("_submit_p" + name).c_str(),
+      [](PyHandle& self, const at::Tensor& buffer, const py::object& file, int64_t file_offset) {
+        TransferSpec spec = spec_of(kOperation, {buffer}, file, file_offset);
+        return IoTicket(self.shared(), self.without_gil([&](AioHandle& handle) {
+          return handle.start(std::move(spec), Report::kTicket);
+        }));
+      },
+      py::arg("buffer"), py::arg("file"), py::arg("file_offset") = 0);
+  handle.def(("p" + name + "v").c_str(),
+             [](PyHandle& self, const std::vector<at::Tensor>& buffers, const py::object& file,
+                int64_t file_offset) {
+               TransferSpec spec = spec_of(kOperation, buffers, file, file_offset);
+               return self.without_gil(
+                   [&](AioHandle& handle) { return handle.run(std::move(spec), check_signals); });
+             },
+             py::arg("buffers"), py::arg("file"), py::arg("file_offset") = 0);
+}
+
+std::vector<IoTicket> submit_batch(PyHandle& self, const py::iterable& requests) {
+  std::vector<TransferSpec> specs;
+  for (const py::handle request : requests) {
+    specs.push_back(spec_of_request(request));
+  }
+  const auto transfers = self.without_gil(
+      [&](AioHandle& handle) { return handle.start_all(std::move(specs), Report::kTicket); });
+  std::vector<IoTicket> tickets;
+  for (const std::shared_ptr<Transfer>& transfer : transfers) {
+    tickets.emplace_back(self.shared(), transfer);
+  }
+  return tickets;
+}
+
+DirectMode direct_mode(const std::string& name) {
+  if (name == "auto") {
+    return DirectMode::kAuto;
+  }
+  if (name == "require") {
+    return DirectMode::kRequire;
+  }
+  if (name == "never") {
+    return DirectMode::kNever;
+  }
+  throw std::invalid_argument("direct must be \"auto\", \"require\" or \"never\", got \"" + name +
+                              "\"");
+}
+
+uint64_t not_negative(const char* name, int64_t value) {
+  if (value < 0) {
+    throw std::invalid_argument(std::string(name) + " must not be negative, got " +
+                                std::to_string(value));
+  }
+  return static_cast<uint64_t>(value);
+}
+
+void bind_handle(py::module_& module) {
+  py::class_<PyHandle> handle(module, "AioHandleBase");
+  handle.def(py::init([](int64_t block_size, int64_t queue_depth, bool single_submit,
+                         bool overlap_events, int64_t intra_op_parallelism,
+                         const std::string& engine, const std::string& direct,
+                         int64_t staging_bytes, int64_t vector_run_bytes, int64_t max_pending) {
+               HandleOptions options;
+               options.block_size_bytes = not_negative("block_size", block_size);
+               options.queue_depth = not_negative("queue_depth", queue_depth);
+               options.single_submit = single_submit;
+               options.overlap_events = overlap_events;
+               options.intra_op_parallelism =
+                   not_negative("intra_op_parallelism", intra_op_parallelism);
+               options.engine = engine;
+               options.direct = direct_mode(direct);
+               options.staging_bytes = not_negative("staging_bytes", staging_bytes);
+               options.vector_run_bytes = not_negative("vector_run_bytes", vector_run_bytes);
+               options.max_pending_transfers = not_negative("max_pending", max_pending);
+               return std::make_unique<PyHandle>(options);
+             }),
+             py::arg("block_size"), py::arg("queue_depth"), py::arg("single_submit"),
+             py::arg("overlap_events"), py::arg("intra_op_parallelism"), py::kw_only(),
+             py::arg("engine"), py::arg("direct"), py::arg("staging_bytes"),
+             py::arg("vector_run_bytes"), py::arg("max_pending"));
+  const auto option = [&](const char* name, auto member) {
+    handle.def(name, [member](PyHandle& self) { return self.get().options().*member; });
+  };
+  option("get_block_size", &HandleOptions::block_size_bytes);
+  option("get_queue_depth", &HandleOptions::queue_depth);
+  option("get_single_submit", &HandleOptions::single_submit);
+  option("get_overlap_events", &HandleOptions::overlap_events);
+  option("get_intra_op_parallelism", &HandleOptions::intra_op_parallelism);
+  handle.def_property_readonly("engine", [](PyHandle& self) { return self.get().engine_name(); });
+  handle.def_property_readonly("closed", [](PyHandle& self) { return self.get().is_closed(); });
+  bind_operation<Operation::kRead>(handle, "read");
+  bind_operation<Operation::kWrite>(handle, "write");
+  handle.def("_submit_batch", &submit_batch, py::arg("requests"));
+  handle.def("wait", [](PyHandle& self) {
+    return self.without_gil([](AioHandle& handle) { return handle.wait(check_signals); });
+  });
+  handle.def(
+      "fsync",
+      [](PyHandle& self, const py::object& file, bool data_only) {
+        const FileName name = file_of(file);
+        self.without_gil([&](AioHandle& handle) { handle.sync(name, data_only, check_signals); });
+      },
+      py::arg("file"), py::kw_only(), py::arg("data_only") = false);
+  handle.def("_stats", [](PyHandle& self) {
+    const DriverStats stats = self.get().stats();
+    return py::make_tuple(stats.bytes_direct, stats.bytes_bounced, stats.bytes_buffered,
+                          stats.operations, stats.requests, stats.retries);
+  });
+  handle.def("_poll",
+             [](PyHandle& self) { self.without_gil([](AioHandle& handle) { handle.poll(); }); });
+  handle.def(
+      "_notify", [](PyHandle& self, int event_fd) { self.get().notify(event_fd); },
+      py::arg("event_fd"));
+  handle.def("close", &PyHandle::close);
+}
+
+}  // namespace
+
+void bind_io(py::module_& module) {
+  register_io_errors();
+  bind_handle(module);
+  py::class_<IoTicket>(module, "IoTicketBase")
+      .def("wait", &IoTicket::wait, py::arg("timeout") = py::none())
+      .def("done", &IoTicket::done)
+      .def("exception", &IoTicket::exception)
+      .def_property_readonly("bytes", &IoTicket::bytes);
+  module.def("engines", [] {
+    std::vector<EngineInfo> found;
+    {
+      py::gil_scoped_release no_gil;
+      found = engines();
+    }
+    py::list rows;
+    for (const EngineInfo& info : found) {
+      rows.append(py::make_tuple(info.name, info.usable, info.reason));
+    }
+    return rows;
+  });
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,232 @@
+// The memory half of _C: modes, locks, claims, statistics.
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "allocator/allocator_switch.h"
+#include "allocator/locked_allocator.h"
+#include "allocator/storage_hold.h"
+#include "bindings/bindings.h"
+#include "bindings/memory_errors.h"
+#include "dispatch/locked_dispatch.h"
+#include "memory/in_place_lock.h"
+#include "memory/range_registry.h"
+#include "os/mapping.h"
+
+namespace locked_tensor {
+
+namespace py = pybind11;
+
+namespace {
+
+HugePages huge_pages_of(const std::string& name) {
+  if (name == "auto") {
+    return HugePages::kAuto;
+  }
+  if (name == "2M") {
+    return HugePages::k2M;
+  }
+  if (name == "off") {
+    return HugePages::kOff;
+  }
+  throw py::value_error("huge_pages must be \"auto\", \"2M\" or \"off\", got \"" + name + "\"");
+}
+
+// A mode as Python keeps it, to put it back later.
+struct SavedMode {
+  AllocationMode mode;
+};
+
+SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> numa_node,
+                            bool falls_back) {
+  AllocationMode mode;
+  mode.is_locked = true;
+  mode.falls_back = falls_back;
+  mode.pages.huge_pages = huge_pages_of(huge_pages);
+  if (numa_node) {
+    const std::vector<int> nodes = numa_nodes();
+    if (std::find(nodes.begin(), nodes.end(), *numa_node) == nodes.end()) {
+      throw py::value_error("numa_node " + std::to_string(*numa_node) +
+                            " does not exist; this machine has " +
+                            py::str(py::cast(nodes)).cast<std::string>());
+    }
+    mode.pages.numa_node = *numa_node;
+  }
+  install_allocator_switch();
+  return SavedMode{set_allocation_mode(mode)};
+}
+
+// Has a storage that was allocated locked stay so when it is resized, wherever that happens.
+void keep_locked(const at::Tensor& tensor) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  if (block_of(storage->_mutable_data_ptr_no_checks()) != nullptr) {
+    storage->set_allocator(locked_allocator());
+  }
+}
+
+// --- claims: new_cpu_locked_tensor and free_cpu_locked_tensor -----------------------------------
+
+at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
+  if (count < 0) {
+    throw py::value_error("num_elem must not be negative, got " + std::to_string(count));
+  }
+  const auto scalar_type = torch::python::detail::py_object_to_dtype(std::move(dtype));
+  at::Tensor tensor;
+  {
+    py::gil_scoped_release no_gil;
+    tensor = at::Tensor(at::detail::empty_generic({count}, locked_allocator(),
+                                                  c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                  scalar_type, std::nullopt));
+  }
+  if (Block* block = block_of(tensor.storage().data_ptr())) {
+    block->is_claimed = true;
+  }
+  return tensor;
+}
+
+bool free_claimed_tensor(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || !tensor.device().is_cpu()) {
+    return false;
+  }
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  Block* block = block_of(storage->_mutable_data_ptr_no_checks());
+  if (block == nullptr || !block->is_claimed.exchange(false)) {
+    return false;
+  }
+  // The caller's own reference apart, does anything else see the bytes: another tensor or storage
+  // object (use count of the storage), an export (use count of the tensor)? What is in flight holds
+  // the block.
+  const bool is_alone = tensor.storage().use_count() == 1 && tensor.use_count() <= 2;
+  if (is_alone) {
+    tensor.unsafeGetTensorImpl()->set_storage_and_dtype(
+        c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, at::kCPU),
+                     locked_allocator(), true),
+        tensor.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous({0});
+  }
+  return true;
+}
+
+// --- in place -----------------------------------------------------------------------------------
+
+struct StorageSpan {
+  void* data;
+  size_t bytes;
+};
+
+StorageSpan storage_span(const at::Tensor& tensor) {
+  if (tensor.layout() != c10::kStrided || !tensor.device().is_cpu()) {
+    throw py::value_error("only a strided CPU tensor's storage can be locked, got device " +
+                          tensor.device().str() + ", layout " + c10::str(tensor.layout()));
+  }
+  const c10::Storage& storage = tensor.storage();
+  void* data = storage.mutable_data();
+  if (data == nullptr || storage.nbytes() == 0) {
+    throw py::value_error("the tensor has no bytes to lock");
+  }
+  return {data, storage.nbytes()};
+}
+
+bool is_ours(const StorageSpan& span) {
+  Block* block = LockedArena::process().hold(span.data);
+  if (block == nullptr) {
+    return false;
+  }
+  LockedArena::release(block);
+  return true;
+}
+
+void lock_storage(const at::Tensor& tensor) {
+  const StorageSpan span = storage_span(tensor);
+  if (is_ours(span)) {
+    return;
+  }
+  const Mapping mapping = mapping_of(span.data);
+  auto is_locked_still = std::make_shared<std::atomic<int>>(0);
+  const bool is_watched = when_bytes_die(tensor.storage(), [span, is_locked_still] {
+    while (is_locked_still->load() > 0) {
+      is_locked_still->fetch_sub(1);
+      try {
+        unlock_in_place(span.data, span.bytes);
+      } catch (const std::invalid_argument&) {
+        return;  // unlock_ was faster
+      }
+    }
+  });
+  if (!is_watched) {
+    throw py::value_error(
+        "a tensor in shared memory cannot be locked in place: torch would no longer know that it "
+        "is shared; lock() makes a locked copy");
+  }
+  py::gil_scoped_release no_gil;
+  lock_in_place(span.data, span.bytes, !mapping.is_file);
+  is_locked_still->fetch_add(1);
+}
+
+void unlock_storage(const at::Tensor& tensor) {
+  const StorageSpan span = storage_span(tensor);
+  if (is_ours(span)) {
+    throw py::value_error(
+        "this memory was allocated locked and stays so; only what lock_() locked can be unlocked");
+  }
+  py::gil_scoped_release no_gil;
+  unlock_in_place(span.data, span.bytes);
+}
+
+// --- statistics ---------------------------------------------------------------------------------
+
+py::dict arena_stats() {
+  const ArenaStats stats = LockedArena::process().stats();
+  py::dict result;
+  result["allocated_bytes.current"] = stats.allocated_bytes;
+  result["allocated_bytes.peak"] = stats.peak_allocated_bytes;
+  result["reserved_bytes.current"] = stats.reserved_bytes;
+  result["reserved_bytes.peak"] = stats.peak_reserved_bytes;
+  result["cached_bytes.current"] = stats.cached_bytes;
+  result["cached_bytes.limit"] = LockedArena::process().cache_limit();
+  result["huge_page_bytes.current"] = stats.huge_page_bytes;
+  result["blocks.current"] = stats.live_blocks;
+  result["blocks.allocated"] = stats.allocations;
+  result["blocks.freed"] = stats.frees;
+  result["blocks.reused"] = stats.cache_hits;
+  result["segments.current"] = stats.segments;
+  result["segments.mapped"] = stats.segments_mapped;
+  result["segments.unmapped"] = stats.segments_unmapped;
+  result["lock_failures"] = stats.lock_failures;
+  result["fall_backs"] = fall_back_count();
+  result["ranges.current"] = RangeRegistry::process().range_count();
+  result["ranges.bytes"] = RangeRegistry::process().locked_bytes();
+  return result;
+}
+
+}  // namespace
+
+void bind_memory(py::module_& module) {
+  register_memory_errors();
+  py::class_<SavedMode>(module, "SavedMode");
+  module.def("enter_locked_mode", &enter_locked_mode, py::arg("huge_pages"), py::arg("numa_node"),
+             py::arg("falls_back"));
+  module.def("leave_locked_mode", [](const SavedMode& saved) { set_allocation_mode(saved.mode); });
+  module.def("is_switch_installed", &is_allocator_switch_installed);
+  module.def("fall_back_count", &fall_back_count);
+  module.def("keep_locked", &keep_locked);
+  module.def("is_locked", &is_locked);
+  module.def("new_claimed_tensor", &new_claimed_tensor);
+  module.def("free_claimed_tensor", &free_claimed_tensor);
+  module.def("lock_storage", &lock_storage);
+  module.def("unlock_storage", &unlock_storage);
+  module.def("memory_stats", &arena_stats);
+  module.def("reset_peak_memory_stats", [] { LockedArena::process().reset_peak_stats(); });
+  module.def(
+      "empty_cache", [] { LockedArena::process().empty_cache(); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "set_cache_limit", [](uint64_t bytes) { LockedArena::process().set_cache_limit(bytes); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("memlock_limit", [] {
+    const MemlockLimit limit = memlock_limit();
+    return py::make_tuple(limit.soft, limit.hard, limit.locked);
+  });
+}
+
+}  // namespace locked_tensor

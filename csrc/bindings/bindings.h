@@ -1,0 +1,11 @@
+// The halves of _C, each bound in its own file.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace locked_tensor {
+
+void bind_memory(pybind11::module_& module);
+void bind_io(pybind11::module_& module);
+
+}  // namespace locked_tensor

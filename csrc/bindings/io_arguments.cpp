@@ -1,0 +1,146 @@
+#include "bindings/io_arguments.h"
+
+#include <ATen/MemoryOverlap.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "allocator/storage_hold.h"
+
+namespace locked_tensor {
+
+namespace {
+
+class TensorKeepAlive : public KeepAlive {
+ public:
+  void add(StorageHold hold) {
+    needs_python_ = needs_python_ || hold.needs_python();
+    holds_.push_back(std::move(hold));
+  }
+  // A temporary of ours, such as the conjugated copy of a lazily conjugated tensor.
+  void add(at::Tensor tensor) {
+    needs_python_ = true;
+    tensors_.push_back(std::move(tensor));
+  }
+  bool is_free_threaded() const override { return !needs_python_; }
+
+ private:
+  std::vector<StorageHold> holds_;
+  std::vector<at::Tensor> tensors_;
+  bool needs_python_ = false;
+};
+
+std::string describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return "None";
+  }
+  return "a tensor of dtype " + std::string(tensor.dtype().name()) + ", device " +
+         tensor.device().str() + " and layout " + c10::str(tensor.layout());
+}
+
+void check_buffer(Operation operation, const at::Tensor& buffer) {
+  if (!buffer.defined() || buffer.layout() != c10::kStrided) {
+    throw py::type_error("buffer must be a strided tensor (to_dense() makes one), got " +
+                         describe(buffer));
+  }
+  if (!buffer.device().is_cpu()) {
+    throw py::value_error("buffer must be in CPU memory, got " + describe(buffer));
+  }
+  if (operation == Operation::kWrite) {
+    return;
+  }
+  if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) {
+    throw py::value_error(
+        "cannot read into a tensor whose elements share memory (expanded?); clone() it first");
+  }
+  if (buffer.is_conj() || buffer.is_neg()) {
+    throw py::value_error(
+        "cannot read into a lazily conjugated or negated view; resolve_conj() or resolve_neg() it "
+        "first");
+  }
+}
+
+Layout layout_of(Operation operation, const at::Tensor& buffer) {
+  auto* data = static_cast<std::byte*>(operation == Operation::kRead
+                                           ? buffer.mutable_data_ptr()
+                                           : const_cast<void*>(buffer.const_data_ptr()));
+  if (buffer.is_contiguous()) {
+    return Layout(data, buffer.nbytes());
+  }
+  return Layout(data, buffer.element_size(),
+                std::span<const int64_t>(buffer.sizes().data(), buffer.sizes().size()),
+                std::span<const int64_t>(buffer.strides().data(), buffer.strides().size()));
+}
+
+}  // namespace
+
+FileName file_of(const py::object& file) {
+  if (PyLong_Check(file.ptr()) && !PyBool_Check(file.ptr())) {
+    const long fd = PyLong_AsLong(file.ptr());
+    if (fd == -1 && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    if (fd < 0 || fd > std::numeric_limits<int>::max()) {
+      throw py::value_error("a file descriptor must not be negative or huge, got " +
+                            std::to_string(fd));
+    }
+    return static_cast<int>(fd);
+  }
+  PyObject* bytes = nullptr;
+  if (PyUnicode_FSConverter(file.ptr(), &bytes) == 0) {
+    throw py::error_already_set();
+  }
+  const auto own = py::reinterpret_steal<py::bytes>(bytes);
+  return std::string(own);
+}
+
+TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
+                     const py::object& file, int64_t file_offset) {
+  TransferSpec spec;
+  spec.operation = operation;
+  spec.file = file_of(file);
+  spec.file_offset_bytes = file_offset;
+  auto keep_alive = std::make_unique<TensorKeepAlive>();
+  for (const at::Tensor& given : buffers) {
+    check_buffer(operation, given);
+    at::Tensor buffer = given;
+    if (given.is_conj() || given.is_neg()) {
+      buffer = given.resolve_conj().resolve_neg();
+      keep_alive->add(buffer);
+    }
+    spec.memory.push_back(layout_of(operation, buffer));
+    if (buffer.nbytes() > 0) {
+      keep_alive->add(hold_storage(buffer.storage()));
+    }
+    if (operation == Operation::kRead && !buffer.is_inference()) {
+      buffer.unsafeGetTensorImpl()->bump_version();  // as every in-place operator does
+    }
+  }
+  spec.keep_alive = std::move(keep_alive);
+  return spec;
+}
+
+TransferSpec spec_of_request(py::handle request) {
+  const auto fields = py::cast<py::sequence>(request);
+  if (fields.size() != 3 && fields.size() != 4) {
+    throw py::value_error("a request is (\"read\" | \"write\", buffer, file, file_offset=0), got " +
+                          std::to_string(fields.size()) + " fields");
+  }
+  const auto operation = py::cast<std::string>(fields[0]);
+  if (operation != "read" && operation != "write") {
+    throw py::value_error("a request's operation is \"read\" or \"write\", got \"" + operation +
+                          "\"");
+  }
+  return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
+                 {py::cast<at::Tensor>(fields[1])}, fields[2],
+                 fields.size() == 4 ? py::cast<int64_t>(fields[3]) : 0);
+}
+
+int64_t nanoseconds_of(double seconds) {
+  if (!(seconds >= 0)) {
+    throw py::value_error("timeout must not be negative, got " + std::to_string(seconds));
+  }
+  return static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,72 @@
+#include "bindings/memory_errors.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/extension.h>
+
+#include <cstring>
+
+#include "allocator/locked_allocator.h"
+#include "os/status.h"
+
+namespace locked_tensor {
+
+namespace py = pybind11;
+
+namespace {
+
+void raise(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+void raise_os_error(const KernelError& error) {
+  // OSError picks its subclass (FileNotFoundError, ...) by errno.
+  const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  const std::string what = error.what();
+  if (error.path().empty()) {
+    raise(os_error(error.errno_value(), what));
+    return;
+  }
+  const std::string tried = "cannot " + error.tried() + ": " + std::strerror(error.errno_value());
+  const auto name = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(
+      error.path().data(), static_cast<Py_ssize_t>(error.path().size())));
+  raise(os_error(error.errno_value(), tried, name));
+}
+
+py::object lock_limit_error(const LockRefused& refused) {
+  const MemlockLimit& limit = refused.limit();
+  return py::module_::import("locked_tensor.errors")
+      .attr("LockLimitError")(refused.what(), refused.bytes_asked(), limit.locked, limit.soft,
+                              limit.hard, refused.errno_value());
+}
+
+// c10 turns what an allocator throws into types of its own, but lets a python_error through.
+void throw_lock_limit_error(const LockRefused& refused) {
+  python_error error;
+  {
+    py::gil_scoped_acquire gil;
+    raise(lock_limit_error(refused));
+    error.persist();
+  }
+  throw error;
+}
+
+}  // namespace
+
+void register_memory_errors() {
+  set_lock_failure_hook(&throw_lock_limit_error);
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (python_error& error) {
+      error.restore();
+    } catch (const KernelError& error) {
+      raise_os_error(error);
+    } catch (const LockRefused& refused) {
+      raise(lock_limit_error(refused));
+    } catch (const InternalError& error) {
+      raise(py::module_::import("locked_tensor.errors").attr("InternalError")(error.what()));
+    }
+  });
+}
+
+}  // namespace locked_tensor

@@ -1,0 +1,75 @@
+"""Page-locked CPU tensors that move to and from NVMe at the speed of the device.
+
+    import torch, locked_tensor as lt
+
+    with lt.locked_memory():
+        pool = torch.empty(1 << 30, dtype=torch.uint8)
+    with lt.aio_handle() as handle:
+        handle.async_pwrite(pool.narrow(0, 4096, 1 << 20), "/nvme/block.bin")
+        handle.wait()
+"""
+
+import torch  # the extension links to it
+
+try:
+    from locked_tensor import _C
+except ImportError as error:
+    raise ImportError(
+        "locked_tensor's extension is missing or was built for another torch "
+        f"(this one is {torch.__version__}): {error}. In a clone, run "
+        '"pip install -e . --no-build-isolation" first; elsewhere, leave the folder that holds the source'
+    ) from error
+
+from locked_tensor.engines import EngineInfo, engines
+from locked_tensor.errors import InternalError, LockLimitError, ShortReadError
+from locked_tensor.handle import AioHandle, IoRequest, IoStats, IoTicket, aio_handle
+from locked_tensor.memory import (
+    MemlockLimit,
+    empty_cache,
+    is_locked,
+    lock,
+    lock_,
+    locked_memory,
+    max_memory_allocated,
+    memlock_limit,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    memory_summary,
+    reset_peak_memory_stats,
+    set_cache_limit,
+    unlock_,
+)
+from locked_tensor.tensor import LockedTensor, as_plain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AioHandle",
+    "EngineInfo",
+    "InternalError",
+    "IoRequest",
+    "IoStats",
+    "IoTicket",
+    "LockLimitError",
+    "LockedTensor",
+    "MemlockLimit",
+    "ShortReadError",
+    "aio_handle",
+    "as_plain",
+    "empty_cache",
+    "engines",
+    "is_locked",
+    "lock",
+    "lock_",
+    "locked_memory",
+    "max_memory_allocated",
+    "memlock_limit",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
+    "set_cache_limit",
+    "unlock_",
+]

@@ -1,0 +1,113 @@
+"""`LockedTensor`: a tensor whose bytes lie in page-locked memory, and whose views say so too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Optional
+
+import torch
+
+from locked_tensor import _C
+
+
+class LockedTensor(torch.Tensor):
+    """A `torch.Tensor` in page-locked memory. Made under `locked_memory` or by `lock`.
+
+    It is a tensor to everything that takes one. Results that alias its memory (narrows, views,
+    transposes, in-place results) are LockedTensors; results in memory of their own are plain unless
+    they were allocated under `locked_memory`. The class is a claim: `is_locked` asks the registry,
+    which stays true to the bytes after `set_`, `.data =` or `share_memory_`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Optional[dict[str, Any]] = None,
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        return tag_results(result)
+
+    def is_locked(self) -> bool:
+        """Does the whole byte extent lie in live locked memory? The registry's answer."""
+        return _C.is_locked(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return as_plain(self).numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return as_plain(self).__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return as_plain(self).tolist()
+
+    def __repr__(self, *, tensor_contents: Optional[str] = None) -> str:  # type: ignore[override]
+        text = torch._tensor_str._str(as_plain(self), tensor_contents=tensor_contents)
+        note = "locked" if self.is_locked() else "not locked"
+        return f"{text[:-1]}, {note})"
+
+    def __format__(self, spec: str) -> str:
+        return as_plain(self).__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # torch's own refusal
+        result = _retag(copy.deepcopy(as_plain(self), memo), self)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        # What is pickled is an ordinary tensor, which loads where this package is not installed.
+        return _as_ordinary(self).__reduce_ex__(protocol)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain `torch.Tensor` on the same bytes, with the same `requires_grad` but no history."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        plain = tensor.detach()
+    return plain.requires_grad_(tensor.requires_grad) if tensor.requires_grad else plain
+
+
+def tag_results(result: Any) -> Any:
+    """Makes LockedTensors of the plain tensors in an operator's result that lie in locked memory."""
+    if type(result) is torch.Tensor:
+        return tag(result)
+    if isinstance(result, (list, tuple)):
+        return type(result)([tag_results(each) for each in result])
+    return result
+
+
+def tag(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a LockedTensor if the registry knows its bytes; else the tensor itself."""
+    if not _C.is_locked(tensor):
+        return tensor
+    _C.keep_locked(tensor)
+    return torch.Tensor._make_subclass(LockedTensor, tensor)
+
+
+def _as_ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    plain = as_plain(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(plain.detach(), requires_grad=tensor.requires_grad)
+    return plain
+
+
+def _retag(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What a copy of `like` is: tagged if it is locked, a Parameter if `like` is one."""
+    tagged = tag(plain.detach())
+    if isinstance(like, torch.nn.Parameter):
+        result: torch.Tensor = torch.nn.Parameter(tagged, requires_grad=like.requires_grad)
+    else:
+        result = tagged.requires_grad_(like.requires_grad)
+    if like.grad is not None and plain.grad is not None:
+        result.grad = plain.grad
+    return result

@@ -1,0 +1,65 @@
+"""What the tests share: folders on a real disk and on tmpfs, every engine, and what a skip means."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import locked_tensor as lt
+
+TMPFS = "/dev/shm"
+
+
+def file_system_of(path: Path) -> str:
+    asked = subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True)
+    return asked.stdout.strip()
+
+
+def missing(what: str) -> None:
+    """Skips the test for want of something; where everything must be there (CI), fails it."""
+    if os.environ.get("LOCKED_TENSOR_MUST_HAVE"):
+        pytest.fail(f"this machine must have it: {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture
+def disk_folder(tmp_path):
+    """A folder on a disk file system: pytest's own, or one in LOCKED_TENSOR_TEST_FOLDER."""
+    folder = Path(os.environ.get("LOCKED_TENSOR_TEST_FOLDER", tmp_path))
+    if file_system_of(folder) in ("tmpfs", "overlayfs"):
+        missing(f"{folder} is not on a disk file system; set LOCKED_TENSOR_TEST_FOLDER")
+    made = Path(tempfile.mkdtemp(dir=folder))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def tmpfs_folder():
+    if not os.path.isdir(TMPFS) or file_system_of(Path(TMPFS)) != "tmpfs":
+        missing(f"{TMPFS} is not a tmpfs")
+    made = Path(tempfile.mkdtemp(dir=TMPFS, prefix="locked_tensor_test_"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def folder(request):
+    return request.getfixturevalue(f"{request.param}_folder")
+
+
+@pytest.fixture(params=["io_uring", "libaio", "threads"])
+def engine(request):
+    found = {info.name: info for info in lt.engines()}[request.param]
+    if not found.usable:
+        missing(f"{found.name}: {found.reason}")
+    return found.name
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda_no_test(request):
+    if request.node.get_closest_marker("needs_cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
