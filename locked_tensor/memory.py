@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locked_tensor import _C
-from locked_tensor.tensor import tag_results
+from locked_tensor.tensor import tag, tag_results
 
 
 class MemlockLimit(NamedTuple):
@@ -32,6 +32,23 @@ class _TagAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
     ) -> Any:
         return tag_results(func(*args, **(kwargs or {})))
+
+
+def _tag_what_torch_loads() -> None:
+    """Has `torch.load` return LockedTensors where it loads into locked memory.
+
+    It makes a tensor without bytes and then `set_`s its storage; an in-place result is the tensor that
+    was there, which nobody below autograd can exchange. So its last step is wrapped, once.
+    """
+    rebuild = torch._utils._rebuild_tensor
+    if getattr(rebuild, "tags_locked", False):
+        return
+
+    def rebuild_and_tag(*arguments: Any) -> torch.Tensor:
+        return tag(rebuild(*arguments))
+
+    rebuild_and_tag.tags_locked = True  # type: ignore[attr-defined]
+    torch._utils._rebuild_tensor = rebuild_and_tag
 
 
 @contextlib.contextmanager
@@ -60,6 +77,7 @@ def locked_memory(
         raise ValueError(f'on_limit must be "raise" or "fall_back", got {on_limit!r}')
     saved = _C.enter_locked_mode(huge_pages, numa_node, on_limit == "fall_back")
     fall_backs = _C.fall_back_count()
+    _tag_what_torch_loads()
     try:
         with _TagAllocations():
             yield

@@ -505,6 +505,22 @@ def test_threads_sharing_a_handle_get_their_own_bytes(handle, folder):
     assert failures == []
 
 
+def test_a_thread_may_end_before_what_it_started(handle, folder):
+    data = pattern(8 << 20)
+
+    def start(number):
+        for i in range(10):
+            handle.async_pwrite(data[i : (1 << 20) + i], folder / f"file{number}", i << 20)
+
+    for number in range(8):
+        thread = threading.Thread(target=start, args=(number,))
+        thread.start()
+        thread.join()
+    assert handle.wait() == 80
+    expected = b"".join(data[i : (1 << 20) + i].numpy().tobytes() for i in range(10))
+    assert all((folder / f"file{number}").read_bytes() == expected for number in range(8))
+
+
 def test_threads_writing_neighbours_in_one_page_keep_each_others_bytes(engine, disk_folder):
     path = disk_folder / "adjacent"
     data = [pattern(1000, seed=i) for i in range(64)]

@@ -386,6 +386,11 @@ bool Driver::reap(Lock& lock, uint64_t wait_for, int64_t timeout_ns, bool* was_i
   LT_CHECK(count >= 0 || count == -EINTR || count == -ETIME || count == -EAGAIN,
            "the engine " + std::string(engine_->name()) + " cannot be reaped: errno " +
                std::to_string(-count));
+  if (count > 0) {
+    // All at once: taking one may give the mutex back, and then another thread may reap.
+    in_engine_ -= count;
+    in_flight_ -= static_cast<uint64_t>(count);
+  }
   for (int64_t i = 0; i < count; ++i) {
     take_completion(lock, completions[i]);
   }
@@ -397,14 +402,15 @@ void Driver::take_completion(Lock& lock, const Completion& completion) {
   const uint32_t index = static_cast<uint32_t>(completion.id);
   LT_CHECK(index < pieces_.size() && pieces_[index].transfer != nullptr,
            "a completion belongs to a piece on its way");
-  --in_engine_;
-  --in_flight_;
   Piece& piece = pieces_[index];
   Transfer& transfer = *piece.transfer;
   const int64_t result = completion.result;
   const uint64_t offset = piece.file_offset + piece.done_bytes;
   const uint64_t left = piece.cut.length_bytes - piece.done_bytes;
-  if ((result == -EINTR || result == -EAGAIN) && piece.fruitless_tries < kMostRefusals) {
+  // ECANCELED: the thread that submitted it has ended, and io_uring gave up what it had queued for
+  // it.
+  const bool is_passing = result == -EINTR || result == -EAGAIN || result == -ECANCELED;
+  if (is_passing && piece.fruitless_tries < kMostRefusals) {
     refusals_ = std::max(refusals_, piece.fruitless_tries);  // the longer in vain, the slower again
     return hand_over_again(piece, index, false);
   }

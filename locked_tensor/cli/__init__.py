@@ -1,0 +1,31 @@
+"""The command line: `locked-tensor demo` and its sisters, the same as `python -m locked_tensor`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Optional, Sequence
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Runs one command; returns the exit status: 0 well, 1 found a problem, 2 could not run."""
+    from rich.console import Console
+
+    from locked_tensor.cli import demo, doctor
+
+    parser = argparse.ArgumentParser(
+        prog="locked-tensor",
+        description="Page-locked CPU tensors that move to and from NVMe at the speed of the device.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (doctor, demo):
+        command.add_parser(commands)
+    chosen = parser.parse_args(arguments)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        return chosen.run(chosen)
+    except (OSError, ValueError, MemoryError, EOFError) as error:
+        errors.print(f"locked-tensor: {error}", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        errors.print("locked-tensor: interrupted; nothing is left behind")
+        return 130

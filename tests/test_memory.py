@@ -1,0 +1,510 @@
+"""Locked memory: the context, in-place locks, limits, statistics, and what they leave behind."""
+
+import ctypes
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings, strategies
+
+import locked_tensor as lt
+
+
+def vm_locked() -> int:
+    for line in open("/proc/self/status"):
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel shows VmLck")
+
+
+def run_python(program: str, **more) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, **more
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+WITHOUT_PRIVILEGE = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+import torch, torch._dynamo, locked_tensor as lt  # while every file can be read
+assert libc.prctl(24, 14, 0, 0, 0) == 0  # PR_CAPBSET_DROP, CAP_IPC_LOCK
+resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))
+os.setgid(65534); os.setuid(65534)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    gc.collect()
+    lt.empty_cache()
+    before = vm_locked(), lt.memory_stats()["ranges.bytes"]
+    yield
+    gc.collect()
+    lt.empty_cache()
+    assert (vm_locked(), lt.memory_stats()["ranges.bytes"]) == before
+
+
+# --- the context --------------------------------------------------------------------------------
+
+
+def test_import_changes_nothing_and_the_first_context_installs_the_switch():
+    program = """
+    import torch, locked_tensor as lt
+    assert not lt._C.is_switch_installed()
+    assert type(torch.empty(10)) is torch.Tensor
+    with lt.locked_memory():
+        pass
+    assert lt._C.is_switch_installed()
+    assert not lt.is_locked(torch.empty(10))
+    """
+    run_python(program)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(1000, dtype=torch.uint8, device="cpu"),
+        lambda: torch.zeros(3, 4),
+        lambda: torch.tensor([1.0, 2.0]),
+        lambda: torch.arange(100) + 1,
+        lambda: torch.randn(5, 5) @ torch.randn(5, 5),
+        lambda: torch.nn.Linear(4, 4).weight,
+        lambda: torch.full((2, 2), 7, dtype=torch.bfloat16),
+        lambda: torch.empty(0, 4).new_ones(3),
+    ],
+)
+def test_what_is_allocated_inside_is_locked_and_tagged(make):
+    with lt.locked_memory():
+        tensor = make()
+    assert isinstance(tensor, lt.LockedTensor) and tensor.is_locked() and lt.is_locked(tensor)
+
+
+def test_views_of_unlocked_tensors_stay_plain_inside():
+    ordinary = torch.arange(10)
+    with lt.locked_memory():
+        assert type(ordinary[2:5]) is torch.Tensor
+        assert type(ordinary.view(2, 5)) is torch.Tensor
+        assert ordinary.add_(1) is ordinary
+        assert type(ordinary + 1) is lt.LockedTensor
+
+
+def test_nesting_exceptions_and_outliving():
+    with lt.locked_memory():
+        with lt.locked_memory(huge_pages="off"):
+            inner = torch.ones(10)
+        outer = torch.ones(10)
+        with pytest.raises(ZeroDivisionError):
+            with lt.locked_memory():
+                1 / 0
+        still = torch.ones(10)
+    assert all(map(lt.is_locked, (inner, outer, still)))
+    assert not lt.is_locked(torch.ones(10))
+    assert inner.sum() == 10
+
+
+def test_another_thread_is_not_affected():
+    results = []
+    with lt.locked_memory():
+        thread = threading.Thread(target=lambda: results.append(torch.ones(10)))
+        thread.start()
+        thread.join()
+    assert type(results[0]) is torch.Tensor and not lt.is_locked(results[0])
+
+
+def test_it_is_a_decorator():
+    @lt.locked_memory()
+    def make():
+        return torch.ones(3)
+
+    assert lt.is_locked(make()) and lt.is_locked(make())
+    assert not lt.is_locked(torch.ones(3))
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="huge_pages"):
+        lt.locked_memory(huge_pages="4M").__enter__()
+    with pytest.raises(ValueError, match="on_limit"):
+        lt.locked_memory(on_limit="pray").__enter__()
+    with pytest.raises(ValueError, match="numa_node 99 does not exist"):
+        lt.locked_memory(numa_node=99).__enter__()
+    with lt.locked_memory(numa_node=0):
+        assert lt.is_locked(torch.ones(10))
+
+
+def test_torch_load_inside_is_locked(tmp_path):
+    torch.save({"a": torch.arange(1000)}, tmp_path / "saved")
+    with lt.locked_memory():
+        loaded = torch.load(tmp_path / "saved")
+    assert type(loaded["a"]) is lt.LockedTensor and loaded["a"].is_locked()
+    assert torch.equal(loaded["a"], torch.arange(1000))
+
+
+# --- exactness ----------------------------------------------------------------------------------
+
+
+def test_a_thousand_allocations_leave_nothing():
+    before = vm_locked(), lt.memory_stats()["ranges.current"]
+    for _ in range(1000):
+        with lt.locked_memory():
+            torch.empty(1 << 20, dtype=torch.uint8)
+    lt.empty_cache()
+    assert (vm_locked(), lt.memory_stats()["ranges.current"]) == before
+
+
+def test_a_large_block_locks_its_own_pages_and_no_more():
+    before = vm_locked()
+    with lt.locked_memory():
+        tensor = torch.empty((1 << 28) + 4096, dtype=torch.uint8)
+    assert vm_locked() - before == (1 << 28) + 4096
+    del tensor
+
+
+def test_the_cache_limit_bounds_what_is_kept():
+    lt.set_cache_limit(8 << 20)
+    try:
+        with lt.locked_memory():
+            tensors = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(8)]
+        del tensors
+        assert lt.memory_reserved() - lt.memory_allocated() <= 8 << 20
+    finally:
+        lt.set_cache_limit(2 << 30)
+    with pytest.raises(ValueError, match="-1"):
+        lt.set_cache_limit(-1)
+
+
+def test_peaks_are_counted_and_reset():
+    lt.reset_peak_memory_stats()
+    before = lt.memory_allocated()
+    with lt.locked_memory():
+        tensor = torch.empty(3 << 20, dtype=torch.uint8)
+    assert lt.memory_allocated() == before + (3 << 20)
+    del tensor
+    assert lt.max_memory_allocated() == before + (3 << 20)
+    lt.reset_peak_memory_stats()
+    assert lt.max_memory_allocated() == before
+    assert "allocated_bytes.peak" in lt.memory_summary()
+
+
+def test_most_of_a_large_tensor_lies_in_huge_pages():
+    with lt.locked_memory():
+        tensor = torch.empty(1 << 28, dtype=torch.uint8)
+    address, huge, inside = tensor.data_ptr(), 0, False
+    for line in open("/proc/self/smaps"):
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            begin, end = (int(part, 16) for part in fields[0].split("-"))
+            inside = begin < address + tensor.nbytes and address < end
+        elif inside and fields[0] == "AnonHugePages:":
+            huge += int(fields[1]) * 1024
+    assert huge >= 0.95 * tensor.nbytes
+
+
+def test_seventy_thousand_small_tensors_fit():
+    maps_before = sum(1 for _ in open("/proc/self/maps"))
+    with lt.locked_memory():
+        pool = [lt._C.new_claimed_tensor(4096, torch.uint8) for _ in range(70_000)]
+    assert sum(1 for _ in open("/proc/self/maps")) - maps_before < 1400
+    assert all(lt.is_locked(tensor) for tensor in pool[::1000])
+    del pool
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.lists(strategies.tuples(strategies.integers(1, 300_000), strategies.integers(0, 9)), max_size=40))
+def test_random_programs_never_overlap(steps):
+    live = []
+    for number, (nbytes, choice) in enumerate(steps):
+        if choice < 6 or not live:
+            with lt.locked_memory():
+                tensor = torch.empty(nbytes, dtype=torch.uint8)
+            lt.as_plain(tensor).fill_(number % 251)
+            live.append((number, tensor))
+        else:
+            live.pop(choice % len(live))
+        for value, tensor in live:
+            assert tensor.is_locked()
+            plain = lt.as_plain(tensor)
+            assert int(plain.min()) == int(plain.max()) == value % 251
+
+
+def test_threads_allocate_view_and_free_at_random():
+    failures = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            live = []
+            for _ in range(600):
+                nbytes = int(torch.randint(1, 1 << 17, (1,), generator=generator))
+                with lt.locked_memory():
+                    tensor = torch.empty(nbytes, dtype=torch.uint8)
+                tensor.fill_(seed)
+                view = tensor[nbytes // 3 :]
+                assert type(view) is lt.LockedTensor and lt.is_locked(view)
+                live.append(view)
+                del tensor
+                if len(live) > 20:
+                    gone = live.pop(int(torch.randint(0, 20, (1,), generator=generator)))
+                    assert int(gone.max()) == seed
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# --- lock, lock_, unlock_ -----------------------------------------------------------------------
+
+
+def test_lock_copies_once():
+    tensor = torch.randn(100, requires_grad=True)
+    locked = lt.lock(tensor)
+    assert locked.is_locked() and locked is not tensor
+    assert locked.is_leaf and locked.requires_grad
+    assert torch.equal(locked, tensor)
+    assert lt.lock(locked) is locked
+    view = locked.detach()[8:]
+    assert lt.lock(view).data_ptr() == view.data_ptr()
+    parameter = lt.lock(torch.nn.Parameter(torch.ones(3), requires_grad=False))
+    assert isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad
+    assert lt.is_locked(parameter)
+
+
+def test_lock_in_place_keeps_data_address_and_views():
+    tensor = torch.arange(10_000)
+    view = tensor[10:20]
+    address = tensor.data_ptr()
+    before = vm_locked()
+    assert lt.lock_(tensor) is tensor
+    assert tensor.data_ptr() == address and lt.is_locked(tensor) and lt.is_locked(view)
+    assert vm_locked() > before
+    assert torch.equal(view, torch.arange(10, 20))
+    lt.unlock_(tensor)
+    assert not lt.is_locked(tensor) and vm_locked() == before
+    with pytest.raises(ValueError, match="not locked in place"):
+        lt.unlock_(tensor)
+
+
+def test_lock_in_place_nests():
+    tensor = torch.ones(5000)
+    lt.lock_(lt.lock_(tensor))
+    lt.unlock_(tensor)
+    assert lt.is_locked(tensor)
+    lt.unlock_(tensor)
+    assert not lt.is_locked(tensor)
+
+
+def test_a_storage_locked_in_place_is_unlocked_when_it_dies():
+    before = vm_locked()
+    for kill in (lambda t: None, lambda t: t.untyped_storage().resize_(0), lambda t: t.resize_(1 << 20)):
+        tensor = lt.lock_(lt.lock_(torch.ones(50_000)))
+        kill(tensor)
+        del tensor
+        assert vm_locked() == before
+
+
+def test_two_storages_in_one_page_are_counted():
+    page = numpy.zeros(8192, dtype=numpy.uint8)
+    start = -page.ctypes.data % 4096
+    first = torch.from_numpy(page[start : start + 1024])
+    second = torch.from_numpy(page[start + 1024 : start + 2048])
+    before = vm_locked()
+    lt.lock_(first)
+    lt.lock_(second)
+    assert vm_locked() == before + 4096
+    lt.unlock_(first)
+    assert lt.is_locked(second) and not lt.is_locked(first) and vm_locked() == before + 4096
+    del second
+    gc.collect()
+    assert vm_locked() == before
+
+
+def test_numpy_and_mapped_files_can_be_locked(disk_folder):
+    array = numpy.arange(100_000)
+    tensor = lt.lock_(torch.from_numpy(array))
+    assert lt.is_locked(tensor) and lt.is_locked(torch.from_numpy(array))
+    lt.unlock_(tensor)
+    path = disk_folder / "saved"
+    torch.save(torch.arange(100_000), path)
+    loaded = torch.load(path, mmap=True)
+    lt.lock_(loaded)
+    assert lt.is_locked(loaded) and torch.equal(loaded, torch.arange(100_000))
+    with lt.aio_handle() as handle:
+        handle.sync_pwrite(loaded, disk_folder / "copy")
+    assert (disk_folder / "copy").read_bytes() == torch.arange(100_000).numpy().tobytes()
+    del loaded
+    gc.collect()
+    file = open(disk_folder / "copy", "r+b")
+    shared = mmap.mmap(file.fileno(), 0)
+    mapped = torch.frombuffer(shared, dtype=torch.uint8)
+    lt.lock_(mapped)
+    with lt.aio_handle() as handle:
+        handle.sync_pwrite(mapped, disk_folder / "again")
+    assert (disk_folder / "again").read_bytes() == bytes(shared)
+    lt.unlock_(mapped)
+    del mapped
+
+
+def test_shared_memory_is_refused_and_stays_shared():
+    tensor = torch.ones(1000).share_memory_()
+    with pytest.raises(ValueError, match="shared memory"):
+        lt.lock_(tensor)
+    assert tensor.is_shared()
+
+
+def test_locked_allocations_are_not_unlocked():
+    with lt.locked_memory():
+        tensor = torch.ones(10)
+    assert lt.lock_(tensor) is tensor
+    with pytest.raises(ValueError, match="allocated locked"):
+        lt.unlock_(tensor)
+    for wrong in (torch.empty(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        with pytest.raises(ValueError):
+            lt.lock_(wrong)
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def test_memlock_limit_is_what_the_kernel_says():
+    import resource
+
+    limit = lt.memlock_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = resource.RLIM_INFINITY
+    assert limit.soft == (None if soft == unlimited else soft)
+    assert limit.hard == (None if hard == unlimited else hard)
+    assert limit.locked == vm_locked()
+
+
+@pytest.mark.parametrize("limit", [64 << 10, 8 << 20])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give privileges up")
+def test_a_refused_lock_is_a_lock_limit_error_and_changes_nothing(limit):
+    program = WITHOUT_PRIVILEGE.format(limit=limit) + f"""
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def locked():
+    return [int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmLck:")][0] * 1024
+limit = {limit}
+with lt.locked_memory():
+    torch.empty(10)
+lt.empty_cache()
+rss_before, locked_before = rss(), locked()
+for attempt in range(3):
+    try:
+        with lt.locked_memory():
+            torch.empty(256 << 20, dtype=torch.uint8)
+    except lt.LockLimitError as error:
+        assert isinstance(error, MemoryError)
+        assert error.bytes_asked == 256 << 20 and error.soft_limit == limit, vars(error)
+        assert "ulimit -l" in str(error) and "LimitMEMLOCK" in str(error) and "memlock=-1" in str(error)
+    else:
+        raise SystemExit("it was not refused")
+assert locked() == locked_before
+assert rss() < rss_before + (8 << 20)
+with lt.locked_memory():
+    small = torch.ones(limit // 16)
+assert small.is_locked()
+try:
+    lt.lock_(torch.zeros(64 << 20, dtype=torch.uint8))
+except lt.LockLimitError as error:
+    assert error.bytes_asked >= 64 << 20
+else:
+    raise SystemExit("lock_ was not refused")
+del small
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with lt.locked_memory(on_limit="fall_back"):
+        large = torch.ones(64 << 20)
+        more = torch.ones(64 << 20)
+assert type(large) is torch.Tensor and not lt.is_locked(large) and large[5] == 1
+assert [w.category for w in caught] == [RuntimeWarning] and "ulimit -l" in str(caught[0].message)
+with lt.aio_handle() as handle:
+    handle.sync_pwrite(large, "/dev/shm/locked_tensor_unprivileged_%d" % os.getpid())
+    os.unlink("/dev/shm/locked_tensor_unprivileged_%d" % os.getpid())
+print("right")
+"""
+    assert run_python(program) == "right"
+
+
+def test_fall_back_without_refusal_warns_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lt.locked_memory(on_limit="fall_back"):
+            assert lt.is_locked(torch.ones(10))
+
+
+# --- rule 1: the registry is the proof ----------------------------------------------------------
+
+
+def test_resize_re_allocates_locked_wherever_it_is_called():
+    with lt.locked_memory():
+        tensor = torch.ones(10)
+    tensor.resize_(1 << 20)
+    assert tensor.is_locked() and lt.is_locked(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert not tensor.is_locked()
+    tensor.untyped_storage().resize_(4 << 20)
+    assert tensor.is_locked()
+
+
+def test_set_data_and_share_memory_stay_truthful():
+    with lt.locked_memory():
+        tensor, other = torch.ones(10), torch.ones(10)
+    tensor.set_(torch.zeros(5))
+    assert not tensor.is_locked()
+    other.data = torch.zeros(7)
+    assert not other.is_locked()
+    with lt.locked_memory():
+        shared = torch.ones(10)
+    shared.share_memory_()
+    assert shared.is_shared() and not shared.is_locked() and shared.sum() == 10
+
+
+def test_addresses_reused_by_ordinary_tensors_are_not_locked():
+    with lt.locked_memory():
+        pool = torch.empty(32 << 20, dtype=torch.uint8)
+    del pool
+    lt.empty_cache()
+    others = [torch.empty(32 << 20, dtype=torch.uint8) for _ in range(20)]
+    assert not any(lt.is_locked(other) for other in others)
+
+
+def test_tensors_that_leave_a_range_are_not_locked():
+    with lt.locked_memory():
+        pool = torch.zeros(8192, dtype=torch.uint8)
+    inside = torch.frombuffer(lt.as_plain(pool).numpy(), dtype=torch.uint8)
+    assert lt.is_locked(inside)
+    beyond = torch.frombuffer((ctypes.c_uint8 * (64 << 20)).from_address(pool.data_ptr()), dtype=torch.uint8)
+    assert not lt.is_locked(beyond)
+    assert lt.is_locked(beyond[:8192])
+    assert not lt.is_locked(torch.empty(0))
+    assert lt.is_locked(pool[5:5])
+
+
+def test_a_child_inherits_no_lock():
+    with lt.locked_memory():
+        tensor = torch.ones(1000)
+    child = os.fork()
+    if child == 0:
+        is_right = not lt.is_locked(tensor) and float(tensor.sum()) == 1000
+        with lt.locked_memory():
+            is_right = is_right and lt.is_locked(torch.ones(10))
+        del tensor
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lt.is_locked(tensor)

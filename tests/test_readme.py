@@ -1,0 +1,42 @@
+"""Every command and example of the README runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = "".join(blocks("bash")).splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+def test_the_example_has_twelve_lines_and_runs(disk_folder):
+    (example,) = blocks("python")
+    assert len([line for line in example.splitlines() if line.strip()]) == 12
+    done = subprocess.run([sys.executable, "-c", example], cwd=disk_folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(disk_folder) == []
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command, disk_folder):
+    words = command.split()
+    if words[0] == "make":
+        words = ["make", "-n", "-C", str(ROOT)] + words[1:]
+    else:
+        assert words[0] == "locked-tensor"
+        words = [sys.executable, "-m", "locked_tensor"] + words[1:]
+    done = subprocess.run(words, cwd=disk_folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(disk_folder) == []
