@@ -59,7 +59,9 @@ class LockedTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # torch's own refusal
-        result = _retag(copy.deepcopy(as_plain(self), memo), self)
+        with torch._C._DisableTorchDispatch():
+            duplicate = copy.deepcopy(as_plain(self), memo)
+        result = _retag(duplicate, self)
         memo[id(self)] = result
         return result
 
