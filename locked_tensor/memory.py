@@ -163,17 +163,17 @@ def memlock_limit() -> MemlockLimit:
 
 def memory_allocated() -> int:
     """Bytes in live locked tensors, as asked."""
-    return memory_stats()["allocated_bytes.current"]
+    return memory_stats()["allocated_bytes.all.current"]
 
 
 def memory_reserved() -> int:
     """Bytes mapped and locked: live, kept for reuse, and rounding."""
-    return memory_stats()["reserved_bytes.current"]
+    return memory_stats()["reserved_bytes.all.current"]
 
 
 def max_memory_allocated() -> int:
     """The most bytes in live locked tensors since the start or the last `reset_peak_memory_stats`."""
-    return memory_stats()["allocated_bytes.peak"]
+    return memory_stats()["allocated_bytes.all.peak"]
 
 
 def reset_peak_memory_stats() -> None:
@@ -182,7 +182,7 @@ def reset_peak_memory_stats() -> None:
 
 
 def memory_stats() -> dict[str, int]:
-    """Everything that is counted, by names like "allocated_bytes.peak". Bytes and counts."""
+    """Everything that is counted, by the names of `torch.cuda.memory_stats` where it has them."""
     return _C.memory_stats()
 
 

@@ -192,7 +192,7 @@ def test_peaks_are_counted_and_reset():
     assert lt.max_memory_allocated() == before + (3 << 20)
     lt.reset_peak_memory_stats()
     assert lt.max_memory_allocated() == before
-    assert "allocated_bytes.peak" in lt.memory_summary()
+    assert "allocated_bytes.all.peak" in lt.memory_summary()
 
 
 def test_most_of_a_large_tensor_lies_in_huge_pages():

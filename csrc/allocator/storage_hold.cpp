@@ -1,7 +1,6 @@
 #include "allocator/storage_hold.h"
 
 #include <ATen/MapAllocator.h>
-#include <c10/core/impl/COW.h>
 #include <libshm.h>
 
 #include <atomic>
@@ -51,7 +50,7 @@ namespace {
 
 // Does torch know the storage by its deleter?
 bool must_keep_deleter(const c10::DataPtr& data) {
-  return c10::impl::cow::is_cow_data_ptr(data) || at::MapAllocator::fromDataPtr(data) != nullptr ||
+  return at::MapAllocator::fromDataPtr(data) != nullptr ||
          at::RefcountedMapAllocator::fromDataPtr(data) != nullptr ||
          THManagedMapAllocator::fromDataPtr(data) != nullptr;
 }
@@ -85,7 +84,8 @@ StorageHold::~StorageHold() {
 
 StorageHold hold_storage(const c10::Storage& storage) {
   StorageHold hold;
-  const c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  // Copy-on-write bytes are shared with storages that may let go of them: have them copied now.
+  const c10::DataPtr& data = storage.unsafeGetStorageImpl()->mutable_data_ptr();
   if (Block* block = block_of(data)) {
     LockedArena::retain(block);
     hold.block_ = block;

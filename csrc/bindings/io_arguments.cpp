@@ -108,10 +108,10 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
       buffer = given.resolve_conj().resolve_neg();
       keep_alive->add(buffer);
     }
-    spec.memory.push_back(layout_of(operation, buffer));
     if (buffer.nbytes() > 0) {
       keep_alive->add(hold_storage(buffer.storage()));
     }
+    spec.memory.push_back(layout_of(operation, buffer));
     if (operation == Operation::kRead && !buffer.is_inference()) {
       buffer.unsafeGetTensorImpl()->bump_version();  // as every in-place operator does
     }

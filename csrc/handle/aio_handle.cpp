@@ -37,7 +37,18 @@ class LiveHandles {
 
  private:
   LiveHandles() {
-    add_fork_hooks({[this] { mutex_.lock(); }, [this] { mutex_.unlock(); },
+    add_fork_hooks({[this] {
+                      mutex_.lock();
+                      for (AioHandle* handle : handles_) {
+                        handle->before_fork();
+                      }
+                    },
+                    [this] {
+                      for (AioHandle* handle : handles_) {
+                        handle->after_fork();
+                      }
+                      mutex_.unlock();
+                    },
                     [this] {
                       for (AioHandle* handle : handles_) {
                         handle->abandon_in_child();
@@ -90,6 +101,18 @@ AioHandle::~AioHandle() {
   LiveHandles::process().remove(this);
   if (fork_generation_ != fork_generation()) {
     static_cast<void>(driver_.release());  // Note [Forked handles]
+  }
+}
+
+void AioHandle::before_fork() {
+  if (driver_ != nullptr) {
+    driver_->before_fork();
+  }
+}
+
+void AioHandle::after_fork() {
+  if (driver_ != nullptr) {
+    driver_->after_fork();
   }
 }
 
@@ -382,6 +405,7 @@ void AioHandle::close(const OnInterrupt& on_interrupt) {
     }
     is_closed_ = true;
   }
+  LiveHandles::process().remove(this);  // a fork no longer finds it
   {
     const std::unique_lock<std::shared_mutex> alone(users_);
     if (driver_ != nullptr) {

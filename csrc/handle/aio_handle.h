@@ -93,7 +93,9 @@ class AioHandle {
   void close(const OnInterrupt& on_interrupt = {});
   bool is_closed() const { return is_closed_.load(); }
 
-  // Called in a forked child: see Note [Forked handles].
+  // Around a fork in the parent, and in the child: see Note [Forked handles].
+  void before_fork();
+  void after_fork();
   void abandon_in_child();
 
  private:

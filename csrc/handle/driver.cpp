@@ -60,6 +60,7 @@ Driver::Driver(const HandleOptions& options, std::unique_ptr<Engine> engine, OnD
       engine_(std::move(engine)),
       depth_(std::min<uint64_t>(options.queue_depth, engine_->capacity())),
       on_done_(std::move(on_done)),
+      fixed_buffers_(*engine_),
       staging_(rules_.chunk_bytes, options.staging_bytes) {}
 
 Driver::~Driver() {
@@ -182,7 +183,7 @@ bool Driver::step(Lock& lock, uint64_t needed, int64_t timeout_ns, bool* was_int
 uint64_t Driver::completions_to_wait_for(uint64_t needed) const {
   uint64_t count = std::min<uint64_t>(needed, 32);
   if (!backlog_.empty() || !ready_.empty()) {
-    count = std::min<uint64_t>(8, in_flight_ / 4);  // refill while most are still on their way
+    count = std::min<uint64_t>(4, in_flight_ / 8);  // refill while most are still on their way
   }
   if (staged_reads_ > 0 || busy_threads_ > 1) {
     count = 1;
@@ -254,7 +255,8 @@ bool Driver::cut_next(Lock& lock, bool is_inline) {
       continue;
     }
     Part& part = transfer->parts[transfer->part_index];
-    const Cut cut = part.peek(rules_);
+    int32_t slot = -1;
+    const Cut cut = fit_to_slot(part, transfer->file->alignment(), part.peek(rules_), &slot);
     if (cut.road == Road::kStaged) {
       if ((is_inline && transfer->bytes > kInlineBytes) || !staging_.reserve()) {
         return false;
@@ -273,10 +275,41 @@ bool Driver::cut_next(Lock& lock, bool is_inline) {
     piece.layout = &part.layout();
     piece.cut = cut;
     piece.file_offset = file_offset;
+    piece.slot = slot;
     prepare(lock, index);
     return true;
   }
   return false;
+}
+
+// Finds the fixed buffer of a cut that moves locked memory itself, and shortens the cut to stay in
+// it.
+Cut Driver::fit_to_slot(const Part& part, const DioAlignment& alignment, Cut cut, int32_t* slot) {
+  if (!part.is_locked() || (cut.road != Road::kDirect && cut.road != Road::kVectored)) {
+    return cut;
+  }
+  if (cut.road == Road::kVectored && !engine_->has_fixed_vectors()) {
+    return cut;
+  }
+  std::byte* first = nullptr;
+  std::byte* end = nullptr;
+  part.layout().for_each_run(cut.offset_bytes, cut.length_bytes,
+                             [&](std::byte* run, uint64_t bytes) {
+                               first = first == nullptr ? run : std::min(first, run);
+                               end = std::max(end, run + bytes);
+                             });
+  const FixedBuffers::Place place = fixed_buffers_.find(first);
+  if (static_cast<uint64_t>(end - first) <= place.bytes) {
+    *slot = place.slot;
+    return cut;
+  }
+  const uint64_t unit = std::max(alignment.memory_bytes, alignment.offset_bytes);
+  const uint64_t within = align_down(place.bytes, unit);
+  if (cut.road == Road::kDirect && within > 0) {
+    cut.length_bytes = within;
+    *slot = place.slot;
+  }
+  return cut;
 }
 
 // Gives the piece its descriptor and memory, filled if it is a staged write, and queues it.
@@ -309,6 +342,10 @@ void Driver::prepare(Lock& lock, uint32_t index) {
   Piece& piece = pieces_[index];
   piece.fd = fd;
   piece.memory = memory;
+  if (is_staged && memory != nullptr && cut.is_direct) {
+    const FixedBuffers::Place place = fixed_buffers_.find(memory);
+    piece.slot = cut.length_bytes <= place.bytes ? place.slot : -1;
+  }
   if (!is_staged && cut.road != Road::kVectored) {
     piece.memory = layout.data() + cut.offset_bytes;
   }
@@ -413,6 +450,10 @@ void Driver::take_completion(Lock& lock, const Completion& completion) {
   if (is_passing && piece.fruitless_tries < kMostRefusals) {
     refusals_ = std::max(refusals_, piece.fruitless_tries);  // the longer in vain, the slower again
     return hand_over_again(piece, index, false);
+  }
+  if (result == -EFAULT && piece.slot >= 0) {
+    piece.slot = -1;  // the slot was cleared meanwhile: Note [Fixed buffers]
+    return hand_over_again(piece, index, true);
   }
   if (result < 0) {
     return fail_piece(

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "handle/fixed_buffers.h"
 #include "handle/options.h"
 #include "handle/staging.h"
 #include "handle/transfer.h"
@@ -64,6 +65,9 @@ class Driver {
   Engine& engine() { return *engine_; }
   DriverStats stats();
   const CutRules& rules() const { return rules_; }
+  // Around a fork, in the parent: see Note [Fixed buffers].
+  void before_fork() { fixed_buffers_.before_fork(); }
+  void after_fork() { fixed_buffers_.after_fork(); }
   // In a forked child: only closes the engine; threads and waiters do not exist there. The driver
   // must then be leaked, not destroyed.
   void abandon_in_child();
@@ -93,6 +97,7 @@ class Driver {
   bool cut_next(Lock& lock, bool is_inline);
   bool reap(Lock& lock, uint64_t wait_for, int64_t timeout_ns, bool* was_interrupted);
 
+  Cut fit_to_slot(const Part& part, const DioAlignment& alignment, Cut cut, int32_t* slot);
   void prepare(Lock& lock, uint32_t index);
   void write_edge(Lock& lock, const std::shared_ptr<Transfer>& transfer, const Part& part,
                   const Cut& cut);
@@ -116,6 +121,7 @@ class Driver {
   std::unique_ptr<Engine> engine_;
   const uint64_t depth_;
   const OnDone on_done_;
+  FixedBuffers fixed_buffers_;
   Staging staging_;
 
   std::mutex mutex_;

@@ -65,8 +65,8 @@ class InPlaceLocks {
     if (--place->second == 0) {
       spans_.erase(place);
     }
-    RangeRegistry::process().announce_release(span.first, span.second);
     RangeRegistry::process().remove(span.first, span.second);
+    RangeRegistry::process().announce_release(span.first, span.second);
     const Span pages = pages_of(span);
     for (const Span& last : stretches(pages, 1)) {
       unlock(last);

@@ -176,12 +176,13 @@ struct LockedArena::Impl {
     }
   }
 
-  // Outside the mutex. Readers see the range gone before its pages go.
+  // Outside the mutex. The registry first, so that nobody enters the range anywhere again; then
+  // those who have entered it; then the pages.
   static void unmap(std::vector<LockedPages> excess) {
     for (const LockedPages& pages : excess) {
       const auto begin = reinterpret_cast<uintptr_t>(pages.data());
-      RangeRegistry::process().announce_release(begin, begin + pages.size());
       RangeRegistry::process().remove(begin, begin + pages.size());
+      RangeRegistry::process().announce_release(begin, begin + pages.size());
     }
   }
 

@@ -42,7 +42,8 @@ class RangeRegistry {
   // Adds [begin, end). `is_registrable` as in Range. Thread-safe.
   void add(uintptr_t begin, uintptr_t end, bool is_registrable = true);
   // Takes back one earlier add of every byte of [begin, end): a segment may be removed piecewise.
-  // Call announce_release first when the memory is about to be unlocked or unmapped.
+  // When the memory is about to be unlocked or unmapped, call announce_release after this and
+  // before that.
   void remove(uintptr_t begin, uintptr_t end);
 
   // Does every byte of [data, data + bytes) lie in live locked memory? bytes == 0 asks for the
