@@ -38,6 +38,7 @@ from locked_tensor.memory import (
     memory_summary,
     reset_peak_memory_stats,
     set_cache_limit,
+    set_log_milestone,
     unlock_,
 )
 from locked_tensor.tensor import LockedTensor, as_plain
@@ -71,5 +72,6 @@ __all__ = [
     "memory_summary",
     "reset_peak_memory_stats",
     "set_cache_limit",
+    "set_log_milestone",
     "unlock_",
 ]

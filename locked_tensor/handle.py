@@ -12,6 +12,7 @@ import torch
 
 from locked_tensor import _C
 from locked_tensor.awaiting import CompletionEvents
+from locked_tensor.memory import log_milestones
 from locked_tensor.tensor import tag
 
 File = Union[str, bytes, "os.PathLike[str]", int]
@@ -88,7 +89,9 @@ class AioHandle(_C.AioHandleBase):
         example = example_tensor if example_tensor is not None else example_tenosr
         if example is None:
             raise TypeError("new_cpu_locked_tensor() needs example_tensor, for its dtype")
-        return tag(_C.new_claimed_tensor(num_elem, example.dtype))
+        tensor = tag(_C.new_claimed_tensor(num_elem, example.dtype))
+        log_milestones()
+        return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Gives up the claim that `new_cpu_locked_tensor` of any handle made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from typing import Any, Generator, NamedTuple, Optional
 
@@ -83,6 +84,7 @@ def locked_memory(
             yield
     finally:
         _C.leave_locked_mode(saved)
+        log_milestones()
         if on_limit == "fall_back" and _C.fall_back_count() > fall_backs:
             warnings.warn(
                 "some memory could not be locked and is ordinary memory now: "
@@ -102,6 +104,32 @@ def _describe_limit() -> str:
 
 def _show(nbytes: Optional[int]) -> str:
     return "unlimited" if nbytes is None else f"{nbytes:,} bytes"
+
+
+_logger = logging.getLogger("locked_tensor")
+_next_milestone = 32 << 30
+
+
+def set_log_milestone(nbytes: int) -> None:
+    """From how many locked bytes on each doubling is logged (INFO, logger "locked_tensor"); 32 GiB at first.
+
+    Raises:
+        ValueError: `nbytes` is not positive.
+    """
+    global _next_milestone
+    if nbytes <= 0:
+        raise ValueError(f"nbytes must be positive, got {nbytes}")
+    _next_milestone = nbytes
+
+
+def log_milestones() -> None:
+    """Logs once that a milestone is reached. Called where locked memory has grown."""
+    global _next_milestone
+    reserved = _C.memory_reserved()
+    if reserved >= _next_milestone:
+        _logger.info("%.1f GiB are locked now (%s)", reserved / 2**30, _describe_limit())
+        while _next_milestone <= reserved:
+            _next_milestone *= 2
 
 
 def lock(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +196,7 @@ def memory_allocated() -> int:
 
 def memory_reserved() -> int:
     """Bytes mapped and locked: live, kept for reuse, and rounding."""
-    return memory_stats()["reserved_bytes.all.current"]
+    return _C.memory_reserved()
 
 
 def max_memory_allocated() -> int:

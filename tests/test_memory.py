@@ -2,12 +2,14 @@
 
 import ctypes
 import gc
+import logging
 import mmap
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 
 import numpy
@@ -195,6 +197,71 @@ def test_peaks_are_counted_and_reset():
     assert "allocated_bytes.all.peak" in lt.memory_summary()
 
 
+def test_milestones_of_locked_bytes_are_logged_once(caplog):
+    lt.set_log_milestone(lt.memory_reserved() + (8 << 20))
+    try:
+        with caplog.at_level(logging.INFO, logger="locked_tensor"):
+            with lt.locked_memory():
+                first = torch.empty(16 << 20, dtype=torch.uint8)
+            with lt.locked_memory():
+                second = torch.empty(1 << 20, dtype=torch.uint8)
+        assert [record.levelno for record in caplog.records] == [logging.INFO]
+        assert "locked now" in caplog.text
+    finally:
+        lt.set_log_milestone(32 << 30)
+    with pytest.raises(ValueError, match="-5"):
+        lt.set_log_milestone(-5)
+    del first, second
+
+
+def test_settings_may_change_between_allocation_and_free():
+    with lt.locked_memory(huge_pages="off"):
+        tensor = torch.ones(1 << 20)
+    lt.set_cache_limit(0)
+    with lt.locked_memory(huge_pages="auto"):
+        del tensor
+        other = torch.ones(1 << 20)
+    lt.set_cache_limit(2 << 30)
+    other.resize_(1 << 21)
+    assert other.is_locked()
+    del other
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to fill the hugetlb pool")
+def test_the_hugetlb_pool_serves_and_an_empty_one_is_a_clear_error():
+    setting = open("/proc/sys/vm/nr_hugepages").read()
+    try:
+        open("/proc/sys/vm/nr_hugepages", "w").write("16")
+        if int(open("/proc/sys/vm/nr_hugepages").read()) < 16:
+            pytest.skip("the kernel has no 16 free huge pages in a row")
+        before = lt.memlock_limit().locked
+        with lt.locked_memory(huge_pages="2M"):
+            tensor = torch.ones(1 << 20)
+        assert tensor.is_locked() and tensor.sum() == 1 << 20
+        assert lt.memlock_limit().locked - before >= 4 << 20
+        with pytest.raises(lt.LockLimitError, match="nr_hugepages"):
+            with lt.locked_memory(huge_pages="2M"):
+                torch.empty(1 << 30, dtype=torch.uint8)
+        del tensor
+        lt.empty_cache()
+        assert lt.memlock_limit().locked == before
+    finally:
+        open("/proc/sys/vm/nr_hugepages", "w").write(setting)
+
+
+def test_exit_with_live_tensors_is_silent():
+    program = """
+    import torch, locked_tensor as lt
+    with lt.locked_memory():
+        live = [torch.ones(1000) for _ in range(10)]
+    handle = lt.aio_handle()
+    kept = handle.new_cpu_locked_tensor(10, live[0])
+    lt.lock_(torch.ones(100))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_most_of_a_large_tensor_lies_in_huge_pages():
     with lt.locked_memory():
         tensor = torch.empty(1 << 28, dtype=torch.uint8)
@@ -236,14 +303,16 @@ def test_random_programs_never_overlap(steps):
             assert int(plain.min()) == int(plain.max()) == value % 251
 
 
-def test_threads_allocate_view_and_free_at_random():
+@pytest.mark.slow
+def test_threads_allocate_view_and_free_at_random_for_twenty_seconds():
     failures = []
+    stop = time.monotonic() + 20
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
         try:
             live = []
-            for _ in range(600):
+            while time.monotonic() < stop:
                 nbytes = int(torch.randint(1, 1 << 17, (1,), generator=generator))
                 with lt.locked_memory():
                     tensor = torch.empty(nbytes, dtype=torch.uint8)

@@ -39,6 +39,7 @@ memory_stats
 memory_summary
 reset_peak_memory_stats
 set_cache_limit
+set_log_milestone
 unlock_""",
     )
     assert all(getattr(lt, name).__doc__ for name in lt.__all__)

@@ -73,14 +73,6 @@ AllocationMode set_allocation_mode(const AllocationMode& next) {
   return std::exchange(mode, next);
 }
 
-const AllocationMode& allocation_mode() {
-  return mode;
-}
-
-PageOptions current_page_options() {
-  return mode.is_locked ? mode.pages : PageOptions{};
-}
-
 uint64_t fall_back_count() {
   return fall_backs.load();
 }

@@ -20,10 +20,6 @@ bool is_allocator_switch_installed();
 
 // This thread's mode; returns the one before.
 AllocationMode set_allocation_mode(const AllocationMode& mode);
-const AllocationMode& allocation_mode();
-
-// The kind of pages that a locked allocation of this thread gets.
-PageOptions current_page_options();
 
 // How often an allocation of this process fell back to ordinary memory.
 uint64_t fall_back_count();

@@ -3,8 +3,8 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-
-#include "allocator/allocator_switch.h"
+#include <mutex>
+#include <vector>
 
 namespace locked_tensor {
 
@@ -20,21 +20,34 @@ void release_block(void* context) {
 
 class LockedAllocator : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t nbytes) override {
-    return allocate_locked(nbytes, current_page_options());
-  }
+  explicit LockedAllocator(const PageOptions& options) : options_(options) {}
+
+  c10::DataPtr allocate(size_t nbytes) override { return allocate_locked(nbytes, options_); }
   // The context is not the data, so there is no raw interface.
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t count) const override {
     std::memcpy(to, from, count);
   }
+  const PageOptions& options() const { return options_; }
+
+ private:
+  const PageOptions options_;
 };
 
 }  // namespace
 
-c10::Allocator* locked_allocator() {
-  static auto* allocator = new LockedAllocator;  // storages remember it until the process ends
-  return allocator;
+c10::Allocator* locked_allocator(const PageOptions& options) {
+  // Leaked: storages remember them until the process ends. A handful of kinds at most.
+  static std::mutex* mutex = new std::mutex;
+  static auto* allocators = new std::vector<LockedAllocator*>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  for (LockedAllocator* allocator : *allocators) {
+    if (allocator->options() == options) {
+      return allocator;
+    }
+  }
+  allocators->push_back(new LockedAllocator(options));
+  return allocators->back();
 }
 
 c10::DataPtr allocate_locked(size_t nbytes, const PageOptions& options) {

@@ -7,9 +7,10 @@
 
 namespace locked_tensor {
 
-// The allocator whose every block is locked. A storage that is to stay locked when it is resized
-// remembers this one. Throws what the lock-failure hook throws, else LockRefused.
-c10::Allocator* locked_allocator();
+// The allocator whose every block is locked, in pages of this kind. A storage that is to stay
+// locked when it is resized remembers it. Throws what the lock-failure hook throws, else
+// LockRefused.
+c10::Allocator* locked_allocator(const PageOptions& options);
 
 // A locked block of `nbytes` (0: a null DataPtr). The DataPtr's context is the Block: its deleter
 // gives the block back to the arena that made it, whatever allocator is current then. Throws

@@ -59,8 +59,8 @@ SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> nu
 // Has a storage that was allocated locked stay so when it is resized, wherever that happens.
 void keep_locked(const at::Tensor& tensor) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (block_of(storage->_mutable_data_ptr_no_checks()) != nullptr) {
-    storage->set_allocator(locked_allocator());
+  if (Block* block = block_of(storage->_mutable_data_ptr_no_checks())) {
+    storage->set_allocator(locked_allocator(block->pages));
   }
 }
 
@@ -74,7 +74,7 @@ at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
   at::Tensor tensor;
   {
     py::gil_scoped_release no_gil;
-    tensor = at::Tensor(at::detail::empty_generic({count}, locked_allocator(),
+    tensor = at::Tensor(at::detail::empty_generic({count}, locked_allocator(PageOptions{}),
                                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                   scalar_type, std::nullopt));
   }
@@ -100,7 +100,7 @@ bool free_claimed_tensor(const at::Tensor& tensor) {
   if (is_alone) {
     tensor.unsafeGetTensorImpl()->set_storage_and_dtype(
         c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, at::kCPU),
-                     locked_allocator(), true),
+                     locked_allocator(PageOptions{}), true),
         tensor.dtype());
     tensor.unsafeGetTensorImpl()->set_sizes_contiguous({0});
   }
@@ -216,6 +216,7 @@ void bind_memory(py::module_& module) {
   module.def("lock_storage", &lock_storage);
   module.def("unlock_storage", &unlock_storage);
   module.def("memory_stats", &arena_stats);
+  module.def("memory_reserved", [] { return LockedArena::process().stats().reserved_bytes; });
   module.def("reset_peak_memory_stats", [] { LockedArena::process().reset_peak_stats(); });
   module.def(
       "empty_cache", [] { LockedArena::process().empty_cache(); },

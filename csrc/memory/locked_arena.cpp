@@ -363,6 +363,7 @@ Block* LockedArena::allocate(size_t bytes, const PageOptions& options) {
   }
   place->owner = this;
   place->size_bytes = bytes;
+  place->pages = options;
   place->is_claimed = false;
   place->kind = &kind;
   place->fork_generation = fork_generation();

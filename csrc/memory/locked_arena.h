@@ -16,6 +16,7 @@ struct Block {
   LockedArena* owner;
   std::byte* data;
   size_t size_bytes;  // as asked
+  PageOptions pages;
   // A handle's claim, by new_cpu_locked_tensor, that free_cpu_locked_tensor has not given up yet.
   std::atomic<bool> is_claimed{false};
 };

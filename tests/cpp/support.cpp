@@ -32,6 +32,10 @@ uint64_t rounds(uint64_t usual) {
   return number_from("LOCKED_TENSOR_ROUNDS", usual);
 }
 
+uint64_t thread_seconds() {
+  return number_from("LOCKED_TENSOR_THREAD_SECONDS", 2);
+}
+
 uint64_t vm_locked_bytes() {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {

@@ -14,6 +14,9 @@ uint64_t seed();
 // LOCKED_TENSOR_ROUNDS or `usual`: how many random programs a property test runs.
 uint64_t rounds(uint64_t usual);
 
+// LOCKED_TENSOR_THREAD_SECONDS or 2: how long threads do things at random.
+uint64_t thread_seconds();
+
 // VmLck of this process, in bytes.
 uint64_t vm_locked_bytes();
 
