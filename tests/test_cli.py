@@ -2,12 +2,33 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 from rich.console import Console
 
+import locked_tensor as lt
 from locked_tensor.cli import doctor, main
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_with_memlock(kib: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that may lock so much and no more, as an ordinary user's."""
+    if os.geteuid() != 0:
+        drop = []
+    elif shutil.which("capsh"):
+        drop = ["capsh", "--drop=cap_ipc_lock", "--"]
+    else:
+        pytest.skip("capsh (Debian: libcap2-bin) is missing, and root locks without a limit")
+    command = [*(drop or ["bash"]), "-c", f'ulimit -l {kib} && exec "$@"', "bash"]
+    command += [sys.executable, "-m", "locked_tensor", *words]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="120")
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def shown(capsys) -> str:
@@ -29,6 +50,29 @@ def test_demo_makes_its_own_input(disk_folder, capsys):
     assert "67,108,877 bytes of made" in text
     assert "narrow: write" in text and "transposed: read" in text
     assert os.listdir(disk_folder) == []
+
+
+def test_demo_under_an_ordinary_lock_limit_makes_a_smaller_file(disk_folder):
+    done = run_with_memlock(8192, "demo", "--folder", str(disk_folder))
+    assert done.returncode == 0, done.stderr
+    assert "RLIMIT_MEMLOCK is 8,388,608 bytes" in done.stdout
+    assert "4,194,317 bytes of made" in done.stdout
+    assert "every byte came back" in done.stdout
+    assert os.listdir(disk_folder) == []
+
+
+def test_demo_where_nothing_can_be_locked_says_so(disk_folder):
+    done = run_with_memlock(0, "demo", "--folder", str(disk_folder))
+    assert done.returncode == 2
+    assert "RLIMIT_MEMLOCK" in done.stderr and "ulimit -l" in done.stderr
+    assert os.listdir(disk_folder) == []
+
+
+def test_demo_names_the_engine_that_moved_the_bytes(disk_folder, capsys, monkeypatch):
+    aio_handle = lt.aio_handle
+    monkeypatch.setattr(lt, "aio_handle", lambda: aio_handle(engine="threads"))
+    assert main(["demo", "--folder", str(disk_folder)]) == 0
+    assert "engine threads" in shown(capsys)
 
 
 def test_demo_with_a_missing_input_says_so(disk_folder, capsys):

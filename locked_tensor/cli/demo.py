@@ -18,6 +18,7 @@ from rich.table import Table
 import locked_tensor as lt
 
 MADE_BYTES = 64 << 20
+ODD_BYTES = 13  # more, so that the end does not align
 COLUMNS = 1 << 16  # of the strided view's rows, in bytes
 
 
@@ -25,7 +26,9 @@ class Row(NamedTuple):
     """One kind of view, written and read."""
 
     name: str
-    stats: lt.IoStats
+    bytes_direct: int
+    bytes_bounced: int
+    bytes_buffered: int
     nbytes: int
     seconds: float
 
@@ -49,14 +52,33 @@ def run(source: Optional[Path], folder: Path, console: Optional[Console] = None)
     console = console or Console()
     work = Path(tempfile.mkdtemp(prefix="locked-tensor-demo-", dir=folder))
     try:
-        return _run_in(work, source or _made_file(work), console)
+        return _run_in(work, source or _made_file(work, _lockable_bytes(console)), console)
     finally:
         shutil.rmtree(work)
 
 
-def _made_file(work: Path) -> Path:
+def _lockable_bytes(console: Console) -> int:
+    """MADE_BYTES, or half of what a lower lock limit leaves: the rest is for the handles' staging."""
+    try:
+        with lt.locked_memory():
+            torch.empty(MADE_BYTES + ODD_BYTES, dtype=torch.uint8)
+        return MADE_BYTES
+    except lt.LockLimitError:
+        limit = lt.memlock_limit()
+        left = 0 if limit.soft is None else (limit.soft - limit.locked) // 2
+        if left < 2 * COLUMNS:
+            raise
+        console.print(
+            f"RLIMIT_MEMLOCK is {limit.soft:,} bytes, so the file is small; "
+            'for more see "locked-tensor doctor"'
+        )
+        return left
+
+
+def _made_file(work: Path, nbytes: int) -> Path:
     path = work / "made"
-    path.write_bytes(torch.randint(0, 256, (MADE_BYTES + 13,), dtype=torch.uint8).numpy().tobytes())
+    made = torch.randint(0, 256, (nbytes + ODD_BYTES,), dtype=torch.uint8)
+    path.write_bytes(made.numpy().tobytes())
     return path
 
 
@@ -86,43 +108,57 @@ def _run_in(work: Path, source: Path, console: Console) -> int:
         table.add_column(name, justify="left" if name in ("memory", "view") else "right")
     ordinary = lt.as_plain(pool).clone()
     is_right = True
-    for memory, tensor in (("locked", pool), ("ordinary", ordinary)):
-        for name, view_of in views.items():
-            if memory == "ordinary" and name != "whole pool":
-                continue
-            for row in _round_trip(work, name, view_of(tensor)):
-                table.add_row(
-                    memory,
-                    row.name,
-                    f"{row.stats.bytes_direct:,}",
-                    f"{row.stats.bytes_bounced:,}",
-                    f"{row.stats.bytes_buffered:,}",
-                    f"{row.nbytes / row.seconds / 1e9:.2f}",
-                )
-        is_right = is_right and hashlib.sha256(tensor.numpy().data).hexdigest() == digest
+    with lt.aio_handle() as writer, lt.aio_handle() as reader:
+        engine = writer.engine
+        for memory, tensor in (("locked", pool), ("ordinary", ordinary)):
+            for name, view_of in views.items():
+                if memory == "ordinary" and name != "whole pool":
+                    continue
+                for row in _round_trip(work / "view", name, view_of(tensor), writer, reader):
+                    table.add_row(
+                        memory,
+                        row.name,
+                        f"{row.bytes_direct:,}",
+                        f"{row.bytes_bounced:,}",
+                        f"{row.bytes_buffered:,}",
+                        f"{row.nbytes / row.seconds / 1e9:.2f}",
+                    )
+            is_right = is_right and hashlib.sha256(tensor.numpy().data).hexdigest() == digest
     console.print(table)
     if not is_right:
         console.print("[red]the bytes that came back are not the bytes that were written[/red]")
         return 1
-    console.print(f"every byte came back; engine {lt.engines()[0].name}, folder {work.parent}")
+    console.print(f"every byte came back; engine {engine}, folder {work.parent}")
     return 0
 
 
-def _round_trip(work: Path, name: str, view: torch.Tensor) -> list[Row]:
-    """Writes the view through one handle and reads it back through another, over zeros."""
-    path = work / "view"
+def _round_trip(
+    path: Path, name: str, view: torch.Tensor, writer: lt.AioHandle, reader: lt.AioHandle
+) -> list[Row]:
+    """Writes the view through one handle and reads it back through the other, over zeros."""
     expected = lt.as_plain(view).clone()
-    with lt.aio_handle() as writer, lt.aio_handle() as reader:
-        started = time.perf_counter()
-        writer.async_pwrite(view, path)
-        writer.wait()
-        written = Row(f"{name}: write", writer.stats(), view.nbytes, time.perf_counter() - started)
-        view.zero_()
-        started = time.perf_counter()
-        reader.async_pread(view, path)
-        reader.wait()
-        read = Row(f"{name}: read", reader.stats(), view.nbytes, time.perf_counter() - started)
+    written = _timed(f"{name}: write", view, writer, lambda: writer.async_pwrite(view, path))
+    view.zero_()
+    read = _timed(f"{name}: read", view, reader, lambda: reader.async_pread(view, path))
     path.unlink()
     if not torch.equal(lt.as_plain(view), expected):
         raise OSError(f"{name}: the bytes read back differ from those written")
     return [written, read]
+
+
+def _timed(name: str, view: torch.Tensor, handle: lt.AioHandle, start: Callable[[], int]) -> Row:
+    """Starts one operation, waits for it, and tells what the handle counted meanwhile."""
+    before = handle.stats()
+    started = time.perf_counter()
+    start()
+    handle.wait()
+    seconds = time.perf_counter() - started
+    after = handle.stats()
+    return Row(
+        name,
+        after.bytes_direct - before.bytes_direct,
+        after.bytes_bounced - before.bytes_bounced,
+        after.bytes_buffered - before.bytes_buffered,
+        view.nbytes,
+        seconds,
+    )
