@@ -1,13 +1,15 @@
 # make demo   sets up what is missing, builds, and runs the main job
 # make test   the same set-up, then every test
 #
-# Uses the active virtual environment, else a python that already has torch, else makes .venv.
+# Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
+# TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
 
 SHELL := /bin/bash
 VENV := $(CURDIR)/.venv
 TORCH ?= torch==2.13.0
 SYSTEM_PYTHON := $(shell command -v python3)
-HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import torch' 2>/dev/null && echo yes)
+TORCH_OF = $(1) -c 'import torch; print(torch.__version__)' 2>/dev/null
+HAS_TORCH = $(filter 2.13.%,$(shell $(call TORCH_OF,$(SYSTEM_PYTHON))))
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,$(VENV)/bin/python)
 APT_PACKAGES := g++ make python3-dev python3-venv liburing-dev doctest-dev
 SUDO := $(if $(filter 0,$(shell id -u)),,$(shell sudo -n true 2>/dev/null && echo sudo))
@@ -15,17 +17,18 @@ MAY_INSTALL := $(if $(filter 0,$(shell id -u)),yes,$(SUDO))
 export MAX_JOBS ?= $(shell nproc)
 
 STAMPS := $(CURDIR)/build/stamps
+ENVIRONMENT := $(STAMPS)/$(subst /,_,$(PYTHON))# what is installed in one is not in another
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 .PHONY: demo test setup native native-asan native-tsan lint dist clean
 
-demo: $(STAMPS)/built
+demo: $(ENVIRONMENT)/built
 	$(PYTHON) -m locked_tensor demo
 
 test: setup native
-	LOCKED_TENSOR_MUST_HAVE=$(MAY_INSTALL) $(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest tests
 
-setup: $(STAMPS)/built $(STAMPS)/test-packages
+setup: $(ENVIRONMENT)/built $(ENVIRONMENT)/test-packages
 
 # System packages, where we may install them; what is left out otherwise.
 $(STAMPS)/system:
@@ -41,18 +44,26 @@ $(STAMPS)/system:
 	fi
 	@touch $@
 
-# The interpreter: an active environment is used as it is.
-$(STAMPS)/python: $(STAMPS)/system
-	$(if $(VIRTUAL_ENV),,test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV))
-	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -q $(TORCH)
+# The interpreter: an active environment is used as it is, with its torch.
+$(VENV)/pyvenv.cfg: | $(STAMPS)/system
+	$(SYSTEM_PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
+
+$(ENVIRONMENT)/python: $(if $(VIRTUAL_ENV),,$(VENV)/pyvenv.cfg) | $(STAMPS)/system
+	@mkdir -p $(@D)
+	@found=$$($(call TORCH_OF,$(PYTHON))); case "$$found" in \
+	  2.13.*) ;; \
+	  "") echo "installing $(TORCH)"; $(PYTHON) -m pip install -q $(TORCH) ;; \
+	  *) echo "$(PYTHON) has torch $$found and locked_tensor needs 2.13: leave the environment" \
+	          "(deactivate) to have .venv made, or install $(TORCH) in it" >&2; exit 1 ;; \
+	esac
 	$(PYTHON) -m pip install -q 'setuptools>=68' wheel pybind11 ninja numpy
 	@touch $@
 
-$(STAMPS)/built: $(STAMPS)/python $(SOURCES)
+$(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	$(PYTHON) -m pip install -q --no-build-isolation -e .
 	@touch $@
 
-$(STAMPS)/test-packages: $(STAMPS)/python pyproject.toml
+$(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
 	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel
 	@touch $@
 
