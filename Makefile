@@ -11,7 +11,7 @@ SYSTEM_PYTHON := $(shell command -v python3)
 TORCH_OF = $(1) -c 'import torch; print(torch.__version__)' 2>/dev/null
 HAS_TORCH = $(filter 2.13.%,$(shell $(call TORCH_OF,$(SYSTEM_PYTHON))))
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,$(VENV)/bin/python)
-APT_PACKAGES := g++ make python3-dev python3-venv liburing-dev doctest-dev
+APT_PACKAGES := g++ make python3-dev python3-venv liburing-dev doctest-dev libcap2-bin
 SUDO := $(if $(filter 0,$(shell id -u)),,$(shell sudo -n true 2>/dev/null && echo sudo))
 MAY_INSTALL := $(if $(filter 0,$(shell id -u)),yes,$(SUDO))
 export MAX_JOBS ?= $(shell nproc)
@@ -31,7 +31,7 @@ test: setup native
 setup: $(ENVIRONMENT)/built $(ENVIRONMENT)/test-packages
 
 # System packages, where we may install them; what is left out otherwise.
-$(STAMPS)/system:
+$(STAMPS)/system: Makefile
 	@mkdir -p $(@D)
 	@if [ -z "$(MAY_INSTALL)" ]; then \
 	  echo "not root: left out, if missing: $(APT_PACKAGES)" \

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import locked_tensor as lt
 
 TMPFS = "/dev/shm"
+ROOT = Path(__file__).parent.parent
 
 
 def file_system_of(path: Path) -> str:
@@ -57,6 +59,23 @@ def engine(request):
     if not found.usable:
         missing(f"{found.name}: {found.reason}")
     return found.name
+
+
+@pytest.fixture
+def run_with_memlock():
+    """Runs python with arguments in a process that may lock so many KiB and no more, as a user's."""
+
+    def run(kib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        shell = ["bash"]
+        if os.geteuid() == 0:  # whose CAP_IPC_LOCK knows no limit
+            if shutil.which("capsh") is None:
+                missing("capsh (Debian: libcap2-bin)")
+            shell = ["capsh", "--drop=cap_ipc_lock", "--"]
+        command = [*shell, "-c", f'ulimit -l {kib} && exec "$@"', "bash", sys.executable, *arguments]
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="120")
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,13 @@ def test_the_example_has_twelve_lines_and_runs(disk_folder):
     assert os.listdir(disk_folder) == []
 
 
+def test_the_example_fits_an_ordinary_lock_limit(disk_folder, run_with_memlock, monkeypatch):
+    monkeypatch.chdir(disk_folder)
+    (example,) = blocks("python")
+    done = run_with_memlock(8192, "-c", example)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command, disk_folder):
     words = command.split()

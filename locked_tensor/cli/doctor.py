@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
+import shlex
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import torch
 from rich.console import Console
 
 import locked_tensor as lt
+from locked_tensor.cli import examine
+
+LEAST_FREE_BYTES = 128 << 20  # what `locked-tensor demo` writes, twice over
 
 
 class Finding(NamedTuple):
-    """One fact. `cure` is the command that mends it when it is a problem, else empty."""
+    """One fact, judged. `cure` is what mends it, or betters it when it is no problem; else empty."""
 
     subject: str
     found: str
@@ -33,13 +33,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "system, device and direct I/O. Exit status 1 when the main job would not work.",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", action="store_true", help="facts as JSON")
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.set_defaults(run=lambda chosen: run(chosen.folder, chosen.json))
 
 
 def run(folder: Optional[Path], as_json: bool, console: Optional[Console] = None) -> int:
     console = console or Console(highlight=False, soft_wrap=True)
-    findings = examine_machine() + (examine_folder(folder) if folder else [])
+    findings = judge_machine(examine.examine_machine())
+    if folder is not None:
+        findings += _examined_folder(folder)
     if as_json:
         console.print_json(json.dumps([finding._asdict() for finding in findings]))
     else:
@@ -59,92 +61,96 @@ def render(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def examine_machine() -> list[Finding]:
-    """Facts about the machine that hold for every folder."""
-    findings = [
-        Finding("kernel", platform.release()),
-        Finding("torch", torch.__version__),
-    ]
-    engines = lt.engines()
-    for info in engines:
-        found = "works" if info.usable else f"refused: {info.reason}"
-        findings.append(Finding(f"engine {info.name}", found))
-    findings.append(_examine_limit(lt.memlock_limit()))
-    findings.append(_examine_huge_pages())
-    findings.append(Finding("hugetlb pool", f"{_read('/proc/sys/vm/nr_hugepages')} pages"))
-    findings.append(Finding("NUMA nodes", _read("/sys/devices/system/node/online")))
+def judge_machine(facts: examine.MachineFacts) -> list[Finding]:
+    findings = [Finding("kernel", facts.kernel), Finding("torch", facts.torch)]
+    is_any_usable = any(info.usable for info in facts.engines)
+    for info in facts.engines:
+        what, _, cure = info.reason.partition("; ")
+        findings.append(
+            Finding(f"engine {info.name}", "works")
+            if info.usable
+            else Finding(f"engine {info.name}", f"refused: {what}", not is_any_usable, cure)
+        )
+    findings.append(_judge_limit(facts))
+    findings.append(_judge_huge_pages(facts.huge_pages))
+    findings.append(Finding("hugetlb pool", f"{facts.hugetlb_pages} pages"))
+    findings.append(Finding("NUMA nodes", facts.numa_nodes))
     return findings
 
 
-def _examine_limit(limit: lt.MemlockLimit) -> Finding:
-    soft = "unlimited" if limit.soft is None else f"{limit.soft >> 10:,} KiB"
-    found = f"RLIMIT_MEMLOCK {soft}, {limit.locked >> 10:,} KiB locked by this process"
-    try:
-        with lt.locked_memory():
-            torch.empty(1 << 20, dtype=torch.uint8)
-    except lt.LockLimitError as error:
-        return Finding("locked memory", found, True, str(error).split("; ")[-1])
-    if limit.soft is not None and not _has_cap_ipc_lock():
-        return Finding("locked memory", found, False, 'more: "ulimit -l unlimited", or CAP_IPC_LOCK')
-    note = "" if limit.soft is None else " (not binding: CAP_IPC_LOCK)"
-    return Finding("locked memory", found + note)
+def _judge_limit(facts: examine.MachineFacts) -> Finding:
+    limit = facts.memlock
+    found = f"RLIMIT_MEMLOCK {_kib(limit.soft)} (hard limit {_kib(limit.hard)}), {_kib(limit.locked)} locked"
+    if facts.lock_error:
+        return Finding("locked memory", f"{found}: {facts.lock_error.split('; ')[0]}", True, _raise(limit))
+    if facts.is_limit_binding:
+        return Finding("locked memory", found, False, f"for more: {_raise(limit)}")
+    return Finding("locked memory", found if limit.soft is None else f"{found}; not binding: CAP_IPC_LOCK")
 
 
-def _has_cap_ipc_lock() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> 14 & 1)
-    return False
+def _raise(limit: lt.MemlockLimit) -> str:
+    """What raises the lock limit: the shell may, up to the hard limit; above it only root."""
+    if limit.hard is None:
+        return "ulimit -l unlimited"
+    if limit.soft is not None and limit.soft < limit.hard:
+        return f"ulimit -l {limit.hard >> 10}"
+    return (
+        "echo \"$USER - memlock unlimited\" | sudo tee -a /etc/security/limits.conf, and log in again "
+        "(systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
+    )
 
 
-def _examine_huge_pages() -> Finding:
-    setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else setting
+def _judge_huge_pages(chosen: str) -> Finding:
     if chosen == "never":
-        cure = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        return Finding("transparent huge pages", "never: half the bandwidth, ten times the CPU", False, cure)
+        cure = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        return Finding("transparent huge pages", "never: locking takes longer and I/O more CPU", False, cure)
     return Finding("transparent huge pages", chosen)
 
 
-def examine_folder(folder: Path) -> list[Finding]:
-    """Facts about one folder, found by writing a small file into it."""
-    if not folder.is_dir():
-        return [Finding(str(folder), "no such folder", True, f"mkdir -p {folder}")]
-    kind = _command("stat", "-f", "-c", "%T", str(folder))
-    free = os.statvfs(folder)
-    findings = [
-        Finding("file system", f"{kind} at {_command('df', '--output=target', str(folder)).splitlines()[-1]}"),
-        Finding("device", _command("df", "--output=source", str(folder)).splitlines()[-1]),
-        Finding("free space", f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB"),
-    ]
-    path = folder / f".locked-tensor-doctor-{os.getpid()}"
+def _examined_folder(folder: Path) -> list[Finding]:
     try:
-        with lt.locked_memory():
-            block = torch.zeros(1 << 20, dtype=torch.uint8)
-        with lt.aio_handle() as handle:
-            handle.sync_pwrite(block, path)
-            is_direct = handle.stats().bytes_direct == block.nbytes
-    except OSError as error:
-        return findings + [Finding("writing", str(error), True, "choose a folder that can be written to")]
-    finally:
-        path.unlink(missing_ok=True)
-    if is_direct:
+        return judge_folder(examine.examine_folder(folder))
+    except FileNotFoundError:
+        return [Finding("folder", f"{folder} is not there", True, f"mkdir -p {shlex.quote(str(folder))}")]
+    except NotADirectoryError:
+        return [Finding("folder", f"{folder} is not a folder", True, "name the folder that it lies in")]
+    except PermissionError as error:
+        return [Finding("folder", str(error), True, "choose a folder that you may read and write")]
+
+
+def judge_folder(facts: examine.FolderFacts) -> list[Finding]:
+    findings = [
+        Finding("file system", f"{facts.file_system} at {facts.mount_point}"),
+        _judge_device(facts),
+        _judge_space(facts),
+    ]
+    if facts.write_error:
+        cure = "choose a folder that can be written to"
+        findings.append(Finding("writing", facts.write_error, True, cure))
+    elif facts.is_direct:
         findings.append(Finding("direct I/O", "granted"))
     else:
-        findings.append(
-            Finding("direct I/O", "not granted: bytes go through the page cache", False,
-                    "choose a folder on a disk file system (ext4, xfs)")
-        )
+        found = "not granted: bytes go through the page cache"
+        cure = "choose a folder on a disk file system (ext4, xfs, btrfs, f2fs)"
+        findings.append(Finding("direct I/O", found, False, cure))
     return findings
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return "unknown"
+def _judge_device(facts: examine.FolderFacts) -> Finding:
+    if facts.device is None:
+        return Finding("device", f"{facts.source}: no disk of this machine")
+    device = facts.device
+    return Finding(
+        "device", f"{facts.source}: {device.kind}, blocks of {device.logical_block_bytes:,} bytes"
+    )
 
 
-def _command(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def _judge_space(facts: examine.FolderFacts) -> Finding:
+    found = f"{facts.free_bytes / 2**30:.1f} GiB"
+    if facts.free_bytes < LEAST_FREE_BYTES:
+        return Finding("free space", found, True, "df -h; choose a folder with room")
+    return Finding("free space", found)
+
+
+def _kib(nbytes: Optional[int]) -> str:
+    return "unlimited" if nbytes is None else f"{nbytes >> 10:,} KiB"
