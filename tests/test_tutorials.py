@@ -19,3 +19,11 @@ def test_notebook_runs_and_keeps_its_outputs(path, disk_folder):
     assert any(cell.get("outputs") for cell in notebook.cells)
     client = NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(disk_folder)}})
     client.execute()
+
+
+def test_the_first_tutorial_fits_an_ordinary_lock_limit(disk_folder, run_with_memlock, monkeypatch):
+    monkeypatch.chdir(disk_folder)
+    notebook = nbformat.read(TUTORIALS[0], as_version=4)
+    source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    done = run_with_memlock(8192, "-c", source)
+    assert done.returncode == 0, done.stderr
