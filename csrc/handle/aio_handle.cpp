@@ -144,23 +144,31 @@ std::shared_ptr<OpenFile> AioHandle::open_file(const FileName& file, Operation o
   if (const int* fd = std::get_if<int>(&file)) {
     return OpenFile::from_descriptor(*fd, operation, options_.direct);
   }
-  const std::string& path = std::get<std::string>(file);
+  return files_.acquire(std::get<std::string>(file), operation);
+}
+
+template <typename Open>
+auto AioHandle::with_descriptors(Open open) {
+  const auto is_out_of_descriptors = [](const KernelError& error) {
+    return error.errno_value() == EMFILE || error.errno_value() == ENFILE;
+  };
   try {
-    return files_.acquire(path, operation);
+    return open();
   } catch (const KernelError& error) {
-    if (error.errno_value() != EMFILE && error.errno_value() != ENFILE) {
+    if (!is_out_of_descriptors(error)) {
       throw;
     }
   }
+  files_.clear();
   driver_->drain();  // transfers in flight hold descriptors too
-  return files_.acquire(path, operation);
+  return open();
 }
 
 // Opens the file, plans the parts and sizes the file; kernel refusals become the transfer's
 // failure.
 void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
   try {
-    transfer.file = open_file(spec.file, transfer.operation);
+    transfer.file = with_descriptors([&] { return open_file(spec.file, transfer.operation); });
     const uint64_t begin = static_cast<uint64_t>(spec.file_offset_bytes);
     if (transfer.bytes == 0) {
       return;
@@ -174,6 +182,7 @@ void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
     }
     uint64_t offset = begin;
     bool grows = false;
+    bool needs_buffered = false;
     for (Layout& layout : spec.memory) {
       if (layout.bytes() == 0) {
         continue;
@@ -184,6 +193,10 @@ void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
       part.plan(*transfer.file, transfer.operation, driver_->rules());
       offset = part.file_end();
       grows = grows || part.has_middle();
+      needs_buffered = needs_buffered || part.needs_buffered();
+    }
+    if (needs_buffered) {
+      with_descriptors([&] { return transfer.file->buffered_fd(); });
     }
     if (transfer.operation == Operation::kWrite) {
       try {

@@ -106,6 +106,9 @@ class AioHandle {
   std::shared_ptr<Transfer> make(TransferSpec spec, Report report);
   void open(Transfer& transfer, TransferSpec& spec);
   std::shared_ptr<OpenFile> open_file(const FileName& file, Operation operation);
+  // Runs open(), again with fewer descriptors held by us when the process has no more.
+  template <typename Open>
+  auto with_descriptors(Open open);
   void note_done(const std::shared_ptr<Transfer>& transfer);
   uint64_t wait_in_use(const OnInterrupt& on_interrupt);
 

@@ -1,9 +1,6 @@
 #include "handle/file_cache.h"
 
-#include <cerrno>
 #include <vector>
-
-#include "os/status.h"
 
 namespace locked_tensor {
 
@@ -28,16 +25,7 @@ std::shared_ptr<OpenFile> FileCache::acquire(const std::string& path, Operation 
     }
   }
   stale.reset();
-  std::shared_ptr<OpenFile> file;
-  try {
-    file = OpenFile::from_path(path, operation, direct_);
-  } catch (const KernelError& error) {
-    if (error.errno_value() != EMFILE && error.errno_value() != ENFILE) {
-      throw;
-    }
-    clear();
-    file = OpenFile::from_path(path, operation, direct_);
-  }
+  const std::shared_ptr<OpenFile> file = OpenFile::from_path(path, operation, direct_);
   std::shared_ptr<OpenFile> evicted;
   std::lock_guard<std::mutex> lock(mutex_);
   if (by_key_.contains(key)) {

@@ -17,8 +17,7 @@ class FileCache {
  public:
   explicit FileCache(DirectMode direct, size_t capacity = 32);
 
-  // Throws what OpenFile::from_path throws. On EMFILE and ENFILE the cache is emptied and the open
-  // tried once more.
+  // Throws what OpenFile::from_path throws.
   std::shared_ptr<OpenFile> acquire(const std::string& path, Operation operation);
   // Forgets files that were unlinked, so that their space is freed.
   void drop_unlinked();

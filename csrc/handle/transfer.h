@@ -76,6 +76,10 @@ class Part {
   bool is_finished() const { return cursor_ == layout_.bytes(); }
   // Are there bytes that no edge write covers, so that the file must be sized first?
   bool has_middle() const { return middle_begin_ < middle_end_; }
+  // Do some bytes need the descriptor without O_DIRECT?
+  bool needs_buffered() const {
+    return !is_middle_direct_ || middle_begin_ > 0 || middle_end_ < layout_.bytes();
+  }
   Cut peek(const CutRules& rules) const;
   void advance(uint64_t bytes) { cursor_ += bytes; }
   uint64_t cursor() const { return cursor_; }

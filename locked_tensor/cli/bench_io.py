@@ -117,13 +117,13 @@ class _Bench:
         for depth in (32, 128):
             for threads in (1, 2):
                 peer = module.aio_handle(BLOCK, depth, False, True, threads)
-                buffer = peer.new_cpu_locked_tensor(self.nbytes // 4, torch.empty(0, dtype=torch.uint8))
-                works[f"DeepSpeed write {depth} {threads}"] = lambda peer=peer, buffer=buffer: [
-                    peer.sync_pwrite(buffer, path) for _ in range(4)
-                ]
-                works[f"DeepSpeed read {depth} {threads}"] = lambda peer=peer, buffer=buffer: [
-                    peer.pread(buffer, path, False, False) for _ in range(4)
-                ]
+                buffer = peer.new_cpu_locked_tensor(self.nbytes, torch.empty(0, dtype=torch.uint8))
+                works[f"DeepSpeed write {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pwrite(
+                    buffer, path
+                )
+                works[f"DeepSpeed read {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pread(
+                    buffer, path
+                )
         return works
 
     # --- views ---
