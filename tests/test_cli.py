@@ -1,5 +1,6 @@
 """The command line's main job: the demo, its errors and exit statuses."""
 
+import json
 import os
 
 import pytest
@@ -62,41 +63,10 @@ def test_demo_in_a_folder_that_is_not_there_says_so(disk_folder, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_doctor_text():
-    findings = [
-        doctor.Finding("kernel", "6.1"),
-        doctor.Finding("engine io_uring", "refused: EPERM", False),
-        doctor.Finding("locked memory", "RLIMIT_MEMLOCK 0 KiB", True, "ulimit -l unlimited"),
-    ]
-    assert_expected_inline(
-        doctor.render(findings),
-        """\
-   kernel           6.1
-   engine io_uring  refused: EPERM
-!! locked memory    RLIMIT_MEMLOCK 0 KiB
-                    -> ulimit -l unlimited""",
-    )
-
-
-def test_doctor_examines_a_folder_and_leaves_nothing(disk_folder, tmpfs_folder, capsys):
-    assert main(["doctor", str(disk_folder)]) == 0
-    assert "direct I/O granted" in shown(capsys)
-    assert main(["doctor", str(tmpfs_folder), "--json"]) == 0
-    facts = {fact["subject"]: fact for fact in json.loads(capsys.readouterr().out)}
-    assert facts["direct I/O"]["found"].startswith("not granted")
-    assert os.listdir(disk_folder) == [] and os.listdir(tmpfs_folder) == []
-
-
-def test_doctor_finds_a_missing_folder_to_be_a_problem(disk_folder):
-    console = Console(file=open(os.devnull, "w"))
-    assert doctor.run(disk_folder / "nowhere", False, console) == 1
-
-
-def test_bench_memory_and_io_give_every_figure_and_leave_nothing(disk_folder, monkeypatch):
-    from locked_tensor.cli import bench_io, bench_memory
+def test_bench_io_gives_every_figure_and_leaves_nothing(disk_folder, monkeypatch):
+    from locked_tensor.cli import bench_io
 
     monkeypatch.setattr(bench_io, "deepspeed_aio", lambda: None)
-    monkeypatch.setattr(bench_memory, "deepspeed_aio", lambda: None)
     json_file = disk_folder / "figures.json"
     arguments = ["bench", "io", "--folder", str(disk_folder), "--bytes", str(64 << 20), "--rounds", "1"]
     assert main(arguments + ["--json", str(json_file)]) == 0
