@@ -199,6 +199,22 @@ def test_an_exception_of_a_signal_handler_leaves_the_wait_and_loses_nothing(disk
         assert os.path.getsize(disk_folder / "file") == data.nbytes
 
 
+def test_a_signal_handler_may_close_the_handle_that_is_waited_on(disk_folder):
+    data = locked_bytes(512 << 20)
+    data.fill_(6)
+    handle = lt.aio_handle(queue_depth=1)
+    old = signal.signal(signal.SIGALRM, lambda *_: handle.close())
+    try:
+        handle.async_pwrite(data, disk_folder / "file")
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        assert handle.wait() in (0, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    handle.close()
+    assert os.path.getsize(disk_folder / "file") == data.nbytes
+
+
 def test_a_file_truncated_before_the_read_is_short(engine, disk_folder):
     path = disk_folder / "file"
     data = locked_bytes(1 << 20, 5)

@@ -90,7 +90,7 @@ AioHandle::AioHandle(const HandleOptions& options, std::unique_ptr<Engine> engin
       fork_generation_(fork_generation()),
       engine_name_(engine->name()),
       files_(options.direct),
-      driver_(std::make_unique<Driver>(
+      driver_(std::make_shared<Driver>(
           options, std::move(engine),
           [this](const std::shared_ptr<Transfer>& transfer) { note_done(transfer); })) {
   options_.check();
@@ -98,13 +98,15 @@ AioHandle::AioHandle(const HandleOptions& options, std::unique_ptr<Engine> engin
 }
 
 AioHandle::~AioHandle() {
-  LiveHandles::process().remove(this);
   if (fork_generation_ != fork_generation()) {
-    static_cast<void>(driver_.release());  // Note [Forked handles]
+    new std::shared_ptr<Driver>(std::move(driver_));  // Note [Forked handles]
+    return;
   }
+  LiveHandles::process().remove(this);
 }
 
 void AioHandle::before_fork() {
+  driver_mutex_.lock();
   if (driver_ != nullptr) {
     driver_->before_fork();
   }
@@ -114,6 +116,7 @@ void AioHandle::after_fork() {
   if (driver_ != nullptr) {
     driver_->after_fork();
   }
+  driver_mutex_.unlock();
 }
 
 void AioHandle::abandon_in_child() {
@@ -129,13 +132,18 @@ void AioHandle::check_process() const {
   }
 }
 
-AioHandle::Use AioHandle::use() {
+std::shared_ptr<Driver> AioHandle::driver_or_none() {
   check_process();
-  Use use(users_);
-  if (is_closed()) {
+  std::lock_guard<std::mutex> lock(driver_mutex_);
+  return driver_;
+}
+
+std::shared_ptr<Driver> AioHandle::driver() {
+  std::shared_ptr<Driver> driver = driver_or_none();
+  if (driver == nullptr || is_closed()) {
     throw std::invalid_argument("the aio_handle is closed");
   }
-  return use;
+  return driver;
 }
 
 // --- starting -----------------------------------------------------------------------------------
@@ -148,7 +156,7 @@ std::shared_ptr<OpenFile> AioHandle::open_file(const FileName& file, Operation o
 }
 
 template <typename Open>
-auto AioHandle::with_descriptors(Open open) {
+auto AioHandle::with_descriptors(Driver& driver, Open open) {
   const auto is_out_of_descriptors = [](const KernelError& error) {
     return error.errno_value() == EMFILE || error.errno_value() == ENFILE;
   };
@@ -160,15 +168,16 @@ auto AioHandle::with_descriptors(Open open) {
     }
   }
   files_.clear();
-  driver_->drain();  // transfers in flight hold descriptors too
+  driver.drain();  // transfers in flight hold descriptors too
   return open();
 }
 
 // Opens the file, plans the parts and sizes the file; kernel refusals become the transfer's
 // failure.
-void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
+void AioHandle::open(Driver& driver, Transfer& transfer, TransferSpec& spec) {
   try {
-    transfer.file = with_descriptors([&] { return open_file(spec.file, transfer.operation); });
+    transfer.file =
+        with_descriptors(driver, [&] { return open_file(spec.file, transfer.operation); });
     const uint64_t begin = static_cast<uint64_t>(spec.file_offset_bytes);
     if (transfer.bytes == 0) {
       return;
@@ -190,13 +199,13 @@ void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
       const bool is_locked =
           RangeRegistry::process().contains(layout.data(), layout.extent_bytes());
       Part& part = transfer.parts.emplace_back(std::move(layout), offset, is_locked);
-      part.plan(*transfer.file, transfer.operation, driver_->rules());
+      part.plan(*transfer.file, transfer.operation, driver.rules());
       offset = part.file_end();
       grows = grows || part.has_middle();
       needs_buffered = needs_buffered || part.needs_buffered();
     }
     if (needs_buffered) {
-      with_descriptors([&] { return transfer.file->buffered_fd(); });
+      with_descriptors(driver, [&] { return transfer.file->buffered_fd(); });
     }
     if (transfer.operation == Operation::kWrite) {
       try {
@@ -216,7 +225,7 @@ void AioHandle::open(Transfer& transfer, TransferSpec& spec) {
   }
 }
 
-std::shared_ptr<Transfer> AioHandle::make(TransferSpec spec, Report report) {
+std::shared_ptr<Transfer> AioHandle::make(Driver& driver, TransferSpec spec, Report report) {
   auto transfer = std::make_shared<Transfer>();
   transfer->operation = spec.operation;
   transfer->report = report;
@@ -225,21 +234,21 @@ std::shared_ptr<Transfer> AioHandle::make(TransferSpec spec, Report report) {
     transfer->bytes += layout.bytes();
   }
   check_offset(spec.file_offset_bytes, transfer->bytes);
-  open(*transfer, spec);
+  open(driver, *transfer, spec);
   transfer->keep_alive = std::move(spec.keep_alive);
   return transfer;
 }
 
 std::vector<std::shared_ptr<Transfer>> AioHandle::start_all(std::vector<TransferSpec> specs,
                                                             Report report) {
-  const Use in_use = use();
+  const std::shared_ptr<Driver> driver = this->driver();
   std::vector<std::shared_ptr<Transfer>> transfers;
   transfers.reserve(specs.size());
   for (TransferSpec& spec : specs) {
-    transfers.push_back(make(std::move(spec), report));
+    transfers.push_back(make(*driver, std::move(spec), report));
   }
   {
-    std::lock_guard<std::mutex> lock(driver_->mutex());
+    std::lock_guard<std::mutex> lock(driver->mutex());
     for (const std::shared_ptr<Transfer>& transfer : transfers) {
       transfer->sequence = next_sequence_++;
       transfer->epoch = epoch_;
@@ -248,7 +257,7 @@ std::vector<std::shared_ptr<Transfer>> AioHandle::start_all(std::vector<Transfer
       }
     }
   }
-  driver_->start(transfers, report == Report::kCaller);
+  driver->start(transfers, report == Report::kCaller);
   return transfers;
 }
 
@@ -289,19 +298,18 @@ void AioHandle::note_done(const std::shared_ptr<Transfer>& transfer) {
 }
 
 uint64_t AioHandle::wait(const OnInterrupt& on_interrupt) {
-  const Use in_use = use();
-  return wait_in_use(on_interrupt);
+  return wait_with(*driver(), on_interrupt);
 }
 
-uint64_t AioHandle::wait_in_use(const OnInterrupt& on_interrupt) {
+uint64_t AioHandle::wait_with(Driver& driver, const OnInterrupt& on_interrupt) {
   uint64_t last_epoch;
   {
-    std::lock_guard<std::mutex> lock(driver_->mutex());
+    std::lock_guard<std::mutex> lock(driver.mutex());
     last_epoch = epoch_++;
   }
   uint64_t ended = 0;
   std::map<uint64_t, std::exception_ptr> failures;
-  driver_->drive(
+  driver.drive(
       [&]() -> uint64_t {
         uint64_t pending = 0;
         for (const auto& [epoch, count] : pending_by_epoch_) {
@@ -327,12 +335,11 @@ uint64_t AioHandle::wait_in_use(const OnInterrupt& on_interrupt) {
 
 bool AioHandle::wait_for(const std::shared_ptr<Transfer>& transfer, int64_t timeout_ns,
                          const OnInterrupt& on_interrupt) {
-  check_process();
-  const Use in_use(users_);
-  if (driver_ == nullptr) {
+  const std::shared_ptr<Driver> driver = driver_or_none();
+  if (driver == nullptr) {
     return true;  // close() has waited for everything
   }
-  return driver_->drive(
+  return driver->drive(
       [&]() -> uint64_t {
         return transfer->is_done ? 0 : std::max<uint64_t>(1, transfer->pieces_out);
       },
@@ -340,30 +347,25 @@ bool AioHandle::wait_for(const std::shared_ptr<Transfer>& transfer, int64_t time
 }
 
 std::exception_ptr AioHandle::take_failure(const std::shared_ptr<Transfer>& transfer) {
-  check_process();
-  const Use in_use(users_);
-  if (driver_ != nullptr) {
-    std::lock_guard<std::mutex> lock(driver_->mutex());
+  if (const std::shared_ptr<Driver> driver = driver_or_none()) {
+    std::lock_guard<std::mutex> lock(driver->mutex());
     failures_.erase(transfer->sequence);
   }
   return transfer->failure;
 }
 
 void AioHandle::poll() {
-  check_process();
-  const Use in_use(users_);
-  if (driver_ != nullptr) {
-    driver_->drive([] { return 1; }, 0);
+  if (const std::shared_ptr<Driver> driver = driver_or_none()) {
+    driver->drive([] { return 1; }, 0);
   }
 }
 
 void AioHandle::notify(int event_fd) {
-  const Use in_use = use();
-  driver_->notify(event_fd);
+  driver()->notify(event_fd);
 }
 
 void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on_interrupt) {
-  const Use in_use = use();
+  const std::shared_ptr<Driver> driver = this->driver();
   UniqueFd own;
   int fd = -1;
   std::string name;
@@ -375,8 +377,8 @@ void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on
     own = locked_tensor::open_file(name, O_RDONLY);
     fd = own.get();
   }
-  driver_->drive([this] { return driver_->live_transfers() == 0 ? 0 : 1; }, -1, on_interrupt);
-  const int result = driver_->engine().sync(fd, data_only);
+  driver->drive([&] { return driver->live_transfers() == 0 ? 0 : 1; }, -1, on_interrupt);
+  const int result = driver->engine().sync(fd, data_only);
   if (result != 0) {
     throw KernelError(-result, "fsync", name);
   }
@@ -385,19 +387,18 @@ void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on
 // --- ending -------------------------------------------------------------------------------------
 
 DriverStats AioHandle::stats() {
-  const Use in_use = use();
-  return driver_->stats();
+  return driver()->stats();
 }
 
 std::vector<std::unique_ptr<KeepAlive>> AioHandle::take_retired() {
   if (fork_generation_ != fork_generation()) {
     return {};
   }
-  const Use in_use(users_);
-  if (driver_ == nullptr) {
-    return std::move(retired_);
+  const std::shared_ptr<Driver> driver = driver_or_none();
+  if (driver == nullptr) {
+    return std::exchange(retired_, {});
   }
-  std::lock_guard<std::mutex> lock(driver_->mutex());
+  std::lock_guard<std::mutex> lock(driver->mutex());
   return std::exchange(retired_, {});
 }
 
@@ -405,28 +406,25 @@ void AioHandle::close(const OnInterrupt& on_interrupt) {
   if (fork_generation_ != fork_generation()) {
     return;  // nothing here is this process's
   }
+  const std::shared_ptr<Driver> driver = driver_or_none();
+  if (driver == nullptr) {
+    return;
+  }
   std::exception_ptr failure;
-  {
-    const Use in_use(users_);
-    if (driver_ == nullptr) {
-      return;
-    }
-    try {
-      wait_in_use(on_interrupt);
-    } catch (const TransfersFailed&) {
-      failure = std::current_exception();
-    }
-    is_closed_ = true;
+  try {
+    wait_with(*driver, on_interrupt);
+  } catch (const TransfersFailed&) {
+    failure = std::current_exception();
   }
+  is_closed_ = true;
   LiveHandles::process().remove(this);  // a fork no longer finds it
+  driver->drain();
   {
-    const std::unique_lock<std::shared_mutex> alone(users_);
-    if (driver_ != nullptr) {
-      driver_->drain();
-      driver_.reset();
-      files_.clear();
-    }
+    // What is still in a call keeps the driver until it returns.
+    std::lock_guard<std::mutex> lock(driver_mutex_);
+    driver_.reset();
   }
+  files_.clear();
   if (failure != nullptr) {
     std::rethrow_exception(failure);
   }

@@ -8,7 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <shared_mutex>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -99,24 +99,24 @@ class AioHandle {
   void abandon_in_child();
 
  private:
-  using Use = std::shared_lock<std::shared_mutex>;
-
   void check_process() const;
-  Use use();  // for the length of a call; throws when closed
-  std::shared_ptr<Transfer> make(TransferSpec spec, Report report);
-  void open(Transfer& transfer, TransferSpec& spec);
+  // The driver for the length of a call, or nullptr when closed. No lock is held over a call:
+  // Python code, which may run in it, may close the handle.
+  std::shared_ptr<Driver> driver_or_none();
+  std::shared_ptr<Driver> driver();  // throws when closed
+  std::shared_ptr<Transfer> make(Driver& driver, TransferSpec spec, Report report);
+  void open(Driver& driver, Transfer& transfer, TransferSpec& spec);
   std::shared_ptr<OpenFile> open_file(const FileName& file, Operation operation);
   // Runs open(), again with fewer descriptors held by us when the process has no more.
   template <typename Open>
-  auto with_descriptors(Open open);
+  auto with_descriptors(Driver& driver, Open open);
   void note_done(const std::shared_ptr<Transfer>& transfer);
-  uint64_t wait_in_use(const OnInterrupt& on_interrupt);
+  uint64_t wait_with(Driver& driver, const OnInterrupt& on_interrupt);
 
   const HandleOptions options_;
   const uint64_t fork_generation_;
   std::string engine_name_;
   std::atomic<bool> is_closed_{false};
-  std::shared_mutex users_;  // shared by calls, exclusive for close()
   FileCache files_;
 
   // Guarded by the driver's mutex.
@@ -127,7 +127,8 @@ class AioHandle {
   std::map<uint64_t, std::exception_ptr> failures_;  // by sequence, not thrown yet
   std::vector<std::unique_ptr<KeepAlive>> retired_;
 
-  std::unique_ptr<Driver> driver_;
+  std::mutex driver_mutex_;  // for the pointer only
+  std::shared_ptr<Driver> driver_;
 };
 
 }  // namespace locked_tensor
