@@ -50,13 +50,13 @@ def _close_open_handles() -> None:
 class AioHandle(_C.AioHandleBase):
     """Moves tensors between memory and files. Make one with `aio_handle`.
 
-    Thread-safe: any thread may start operations and wait. Every method takes any CPU tensor, of any dtype,
-    size, strides and offset; the file holds its elements in row-major order. Tensors in locked
+    Thread-safe: any thread may start operations and wait. Every method takes any CPU tensor (or CUDA
+    tensor, staged through locked buffers), of any dtype, size, strides and offset; the file holds its elements in row-major order. Tensors in locked
     memory (`is_locked`) that meet the file's alignment move directly; the rest is staged through a bounded
     set of locked buffers. A file is a path or an open descriptor (used as it is, never closed).
 
     Raises:
-        ValueError, TypeError: the caller was wrong, at once: a tensor without bytes in CPU memory, a
+        ValueError, TypeError: the caller was wrong, at once: a sparse or meta tensor, a
             negative offset, a closed handle.
         OSError: the kernel refused; `errno` and `filename` say what. Asynchronous operations raise
             at `wait`.

@@ -699,3 +699,19 @@ def test_fsync_takes_paths_and_descriptors(handle, disk_folder):
         handle.fsync(file.fileno(), data_only=True)
     with pytest.raises(FileNotFoundError):
         handle.fsync(disk_folder / "missing")
+
+
+@pytest.mark.needs_cuda
+def test_device_tensors_are_staged_both_ways(handle, disk_folder):
+    for nbytes in (1, 4097, (9 << 20) + 13):
+        data = pattern(nbytes).cuda()
+        handle.sync_pwrite(data, disk_folder / "file", 5)
+        back = torch.zeros_like(data)
+        handle.async_pread(back, disk_folder / "file", 5)
+        handle.wait()
+        assert torch.equal(back, data)
+    columns = pattern(1 << 20).cuda().view(1024, 1024)[:, :100]
+    handle.sync_pwrite(columns, disk_folder / "columns")
+    assert (disk_folder / "columns").read_bytes() == columns.cpu().contiguous().numpy().tobytes()
+    with pytest.raises(ValueError, match="contiguous"):
+        handle.sync_pread(columns, disk_folder / "columns")

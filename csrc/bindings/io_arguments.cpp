@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <deque>
 #include <limits>
 
 #include "allocator/storage_hold.h"
@@ -17,16 +18,17 @@ class TensorKeepAlive : public KeepAlive {
     needs_python_ = needs_python_ || hold.needs_python();
     holds_.push_back(std::move(hold));
   }
-  // A temporary of ours, such as the conjugated copy of a lazily conjugated tensor.
-  void add(at::Tensor tensor) {
+  // A tensor of ours, such as the conjugated copy of a lazily conjugated one. The reference stays
+  // valid.
+  const at::Tensor& add(at::Tensor tensor) {
     needs_python_ = true;
-    tensors_.push_back(std::move(tensor));
+    return tensors_.emplace_back(std::move(tensor));
   }
   bool is_free_threaded() const override { return !needs_python_; }
 
  private:
   std::vector<StorageHold> holds_;
-  std::vector<at::Tensor> tensors_;
+  std::deque<at::Tensor> tensors_;
   bool needs_python_ = false;
 };
 
@@ -43,8 +45,8 @@ void check_buffer(Operation operation, const at::Tensor& buffer) {
     throw py::type_error("buffer must be a strided tensor (to_dense() makes one), got " +
                          describe(buffer));
   }
-  if (!buffer.device().is_cpu()) {
-    throw py::value_error("buffer must be in CPU memory, got " + describe(buffer));
+  if (!buffer.device().is_cpu() && !buffer.device().is_cuda()) {
+    throw py::value_error("buffer must be in CPU or CUDA memory, got " + describe(buffer));
   }
   if (operation == Operation::kWrite) {
     return;
@@ -70,6 +72,28 @@ Layout layout_of(Operation operation, const at::Tensor& buffer) {
   return Layout(data, buffer.element_size(),
                 std::span<const int64_t>(buffer.sizes().data(), buffer.sizes().size()),
                 std::span<const int64_t>(buffer.strides().data(), buffer.strides().size()));
+}
+
+// A device tensor's bytes, staged chunk by chunk: the copies wait for the device.
+Layout device_layout(Operation operation, const at::Tensor& buffer, TensorKeepAlive& keep_alive) {
+  if (operation == Operation::kRead && !buffer.is_contiguous()) {
+    throw py::value_error(
+        "cannot read into a device tensor that is not contiguous; read into a "
+        "contiguous one and copy_() it");
+  }
+  const at::Tensor& flat = keep_alive.add(buffer.detach().contiguous().reshape(-1).view(at::kByte));
+  return Layout(static_cast<uint64_t>(flat.numel()),
+                [&flat](uint64_t offset, uint64_t bytes, std::byte* host, bool to_host) {
+                  const at::NoGradGuard no_grad;
+                  const auto count = static_cast<int64_t>(bytes);
+                  at::Tensor device = flat.narrow(0, static_cast<int64_t>(offset), count);
+                  at::Tensor chunk = at::from_blob(host, {count}, at::kByte);
+                  if (to_host) {
+                    chunk.copy_(device);
+                  } else {
+                    device.copy_(chunk);
+                  }
+                });
 }
 
 }  // namespace
@@ -107,6 +131,12 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
     if (given.is_conj() || given.is_neg()) {
       buffer = given.resolve_conj().resolve_neg();
       keep_alive->add(buffer);
+    }
+    if (buffer.device().is_cuda()) {
+      if (buffer.nbytes() > 0) {
+        spec.memory.push_back(device_layout(operation, buffer, *keep_alive));
+      }
+      continue;
     }
     if (buffer.nbytes() > 0) {
       keep_alive->add(hold_storage(buffer.storage()));

@@ -507,9 +507,18 @@ bool Driver::scatter_one(Lock& lock) {
   const Cut cut = pieces_[index].cut;
   const std::byte* chunk = pieces_[index].memory;
   lock.unlock();
-  layout.scatter(cut.offset_bytes, cut.length_bytes, chunk);
+  std::exception_ptr failure;
+  try {
+    layout.scatter(cut.offset_bytes, cut.length_bytes, chunk);
+  } catch (...) {
+    failure = std::current_exception();  // a device refused the copy
+  }
   lock.lock();
-  end_piece(lock, index);
+  if (failure != nullptr) {
+    fail_piece(lock, index, failure);
+  } else {
+    end_piece(lock, index);
+  }
   return true;
 }
 

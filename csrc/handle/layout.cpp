@@ -74,6 +74,12 @@ Layout::Layout(std::byte* data, size_t element_bytes, std::span<const int64_t> s
   }
 }
 
+Layout::Layout(uint64_t bytes, Copier copier)
+    : data_(nullptr),
+      bytes_(bytes),
+      run_bytes_(std::max<uint64_t>(bytes, 1)),
+      copier_(std::move(copier)) {}
+
 uint64_t Layout::extent_bytes() const {
   if (bytes_ == 0) {
     return 0;
@@ -121,10 +127,18 @@ void Layout::copy(uint64_t offset_bytes, uint64_t bytes, std::byte* other) const
 }
 
 void Layout::gather(uint64_t offset_bytes, uint64_t bytes, std::byte* to) const {
+  if (copier_ != nullptr) {
+    copier_(offset_bytes, bytes, to, true);
+    return;
+  }
   copy<true>(offset_bytes, bytes, to);
 }
 
 void Layout::scatter(uint64_t offset_bytes, uint64_t bytes, const std::byte* from) const {
+  if (copier_ != nullptr) {
+    copier_(offset_bytes, bytes, const_cast<std::byte*>(from), false);
+    return;
+  }
   copy<false>(offset_bytes, bytes, const_cast<std::byte*>(from));
 }
 

@@ -1,9 +1,10 @@
-// Layout: memory read as a row-major stream of bytes, whatever its strides.
+// Layout: memory read as a row-major stream of bytes, whatever its strides and wherever it is.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -11,14 +12,22 @@ namespace locked_tensor {
 
 class Layout {
  public:
+  // Copies a part of the stream between memory that this process cannot address (a device's) and
+  // `host`. Called by any thread, several at once; may throw, and the transfer fails with that.
+  using Copier =
+      std::function<void(uint64_t offset_bytes, uint64_t bytes, std::byte* host, bool to_host)>;
+
   Layout(std::byte* data, uint64_t bytes);
   // `data` is the address of the first element; strides count elements and are not negative.
   Layout(std::byte* data, size_t element_bytes, std::span<const int64_t> sizes,
          std::span<const int64_t> strides);
 
+  // A stream that only `copier` can reach: it is always staged.
+  Layout(uint64_t bytes, Copier copier);
+
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
-  bool is_contiguous() const { return dims_.empty(); }
+  bool is_contiguous() const { return dims_.empty() && copier_ == nullptr; }
   // Length of the contiguous runs that the stream is made of.
   uint64_t run_bytes() const { return run_bytes_; }
   // From data() to the end of the last byte touched.
@@ -52,6 +61,7 @@ class Layout {
   uint64_t bytes_;
   uint64_t run_bytes_;
   std::vector<Dim> dims_;  // outermost first; empty: one run
+  Copier copier_;          // for memory out of reach, else empty
 };
 
 template <typename Visit>

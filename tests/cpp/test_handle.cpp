@@ -106,6 +106,16 @@ std::unique_ptr<Step> random_step(std::mt19937_64& random, uint64_t offset, uint
     }
   }
   step->stream = gathered(step->memory[0]);
+  if (random() % 6 == 0) {
+    // The same bytes as a device would have them: only a copier reaches them.
+    step->memory.insert(
+        step->memory.begin(),
+        Layout(step->stream.size(), [layout = step->memory[0]](uint64_t offset, uint64_t bytes,
+                                                               std::byte* host, bool to_host) {
+          to_host ? layout.gather(offset, bytes, host) : layout.scatter(offset, bytes, host);
+        }));
+    step->memory.pop_back();
+  }
   return step;
 }
 
