@@ -37,6 +37,28 @@ class LockedTensor(torch.Tensor):
         """Does the whole byte extent lie in live locked memory? The registry's answer."""
         return _C.is_locked(self)
 
+    # Note [Compiling] torch.compile takes a subclass with __torch_dispatch__ apart and works on its inner
+    # tensors: here one plain alias of the same bytes. Put together again it is that alias, so what is
+    # computed is plain, and an output that aliases a locked input is tagged when it leaves.
+
+    @property
+    def _plain_alias(self) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return self.detach()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_plain_alias"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
+    ) -> torch.Tensor:
+        return inner["_plain_alias"]
+
+    def _is_view(self) -> bool:
+        # While it is being traced, a view input counts as a tensor of its own: its base is not an input.
+        return torch._guards.TracingContext.try_get() is None and super()._is_view()
+
     def numpy(self, *, force: bool = False) -> Any:
         return as_plain(self).numpy(force=force)
 

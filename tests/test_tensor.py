@@ -292,3 +292,55 @@ def test_as_plain_is_plain_on_the_same_bytes():
     assert type(plain[1:]) is torch.Tensor
     assert lt.as_plain(plain) is plain
     assert lt.as_plain(locked(2).requires_grad_()).requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_functions_have_no_break_and_equal_eager(backend):
+    def compiled(function):
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    tensor = locked(8, 8)
+    plain = ordinary(tensor)
+    computed = compiled(lambda x: (3 * x.t()).contiguous().sum(0))(tensor)
+    assert type(computed) is torch.Tensor and torch.equal(computed, (3 * plain.t()).sum(0))
+    view = compiled(lambda x: x.view(-1)[2:5])(tensor)
+    assert type(view) is lt.LockedTensor and view.is_locked() and torch.equal(view, plain.view(-1)[2:5])
+    assert torch.equal(compiled(lambda x: x.view(-1) * 2)(tensor[2:4]), plain[2:4].view(-1) * 2)
+
+    def change(x):
+        x.add_(1)
+        return x * 2
+
+    doubled = compiled(change)(tensor)
+    assert tensor.is_locked() and torch.equal(tensor, plain + 1) and torch.equal(doubled, (plain + 1) * 2)
+    module = torch.nn.Linear(8, 8)
+    module.weight = torch.nn.Parameter(locked(8, 8))
+    inputs = torch.ones(2, 8)
+    compiled_module = torch.compile(module, fullgraph=True, backend=backend)
+    compiled_module(inputs).sum().backward()
+    gradient = module.weight.grad.clone()
+    module.weight.grad = None
+    module(inputs).sum().backward()
+    assert torch.equal(gradient, module.weight.grad)
+
+
+def test_fake_tensors_and_export_touch_no_storage():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensor = locked(4, 4)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(tensor)
+        assert (fake + 1).shape == (4, 4) and not lt.is_locked(fake)
+    module = torch.nn.Linear(4, 4)
+    module.weight = torch.nn.Parameter(locked(4, 4))
+    exported = torch.export.export(module, (torch.ones(2, 4),))
+    assert torch.equal(exported.module()(torch.ones(2, 4)), module(torch.ones(2, 4)))
+
+
+def test_is_view_and_base_are_torchs():
+    tensor = locked(4, 6)
+    view = tensor[1:]
+    plain_view = ordinary(tensor)[1:]
+    assert view._is_view() == plain_view._is_view()
+    assert (view._base is None) == (plain_view._base is None)
