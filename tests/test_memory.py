@@ -143,6 +143,19 @@ def test_arguments_are_checked():
         assert lt.is_locked(torch.ones(10))
 
 
+def test_operators_with_scratch_memory_of_their_own_work_inside_outside_and_across():
+    signal, weight = torch.randn(1, 4, 50), torch.randn(4, 8, 3)
+    expected = torch.nn.functional.conv_transpose1d(signal, weight)
+    with lt.locked_memory():
+        inside = torch.nn.functional.conv_transpose1d(signal, weight)
+    assert inside.is_locked() and torch.equal(inside, expected)
+    assert torch.equal(torch.nn.functional.conv_transpose1d(signal, weight), expected)
+    pool = torch.nn.Conv2d(3, 8, 3)
+    image = torch.randn(2, 3, 16, 16)
+    with lt.locked_memory():
+        assert torch.equal(pool(image), pool(image))
+
+
 def test_torch_load_inside_is_locked(tmp_path):
     torch.save({"a": torch.arange(1000)}, tmp_path / "saved")
     with lt.locked_memory():

@@ -16,6 +16,18 @@ namespace {
 thread_local AllocationMode mode;
 std::atomic<uint64_t> fall_backs{0};
 
+// Of the allocator that the switch was put in front of.
+c10::DeleterFnPtr previous_deleter = nullptr;
+
+// Note [Raw allocations]
+void release_any(void* data) {
+  if (LockedArena::process().find(data) != nullptr) {
+    release_locked(data);
+  } else if (previous_deleter != nullptr) {
+    previous_deleter(data);
+  }
+}
+
 class AllocatorSwitch : public c10::Allocator {
  public:
   explicit AllocatorSwitch(c10::Allocator* previous) : previous_(previous) {}
@@ -34,7 +46,7 @@ class AllocatorSwitch : public c10::Allocator {
       return previous_->allocate(nbytes);
     }
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_any; }
   void copy_data(void* to, const void* from, std::size_t count) const override {
     previous_->copy_data(to, from, count);
   }
@@ -52,6 +64,7 @@ std::mutex install_mutex;
 void install_allocator_switch() {
   std::lock_guard<std::mutex> lock(install_mutex);
   if (installed == nullptr) {
+    previous_deleter = c10::GetCPUAllocator()->raw_deleter();
     installed = new AllocatorSwitch(c10::GetCPUAllocator());
     c10::SetCPUAllocator(installed);
   }

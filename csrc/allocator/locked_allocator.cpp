@@ -12,19 +12,12 @@ namespace {
 
 LockFailureHook lock_failure_hook = nullptr;
 
-void release_block(void* context) {
-  auto* block = static_cast<Block*>(context);
-  c10::profiledCPUMemoryReporter().Delete(block->data);
-  LockedArena::release(block);
-}
-
 class LockedAllocator : public c10::Allocator {
  public:
   explicit LockedAllocator(const PageOptions& options) : options_(options) {}
 
   c10::DataPtr allocate(size_t nbytes) override { return allocate_locked(nbytes, options_); }
-  // The context is not the data, so there is no raw interface.
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_locked; }
   void copy_data(void* to, const void* from, std::size_t count) const override {
     std::memcpy(to, from, count);
   }
@@ -68,11 +61,18 @@ c10::DataPtr locked_data(size_t nbytes, const PageOptions& options) {
   }
   Block* block = LockedArena::process().allocate(nbytes, options);
   c10::profiledCPUMemoryReporter().New(block->data, nbytes);
-  return c10::DataPtr(block->data, block, &release_block, cpu);
+  return c10::DataPtr(block->data, block->data, &release_locked, cpu);
+}
+
+void release_locked(void* data) {
+  if (Block* block = LockedArena::process().find(data)) {
+    c10::profiledCPUMemoryReporter().Delete(data);
+    LockedArena::release(block);
+  }
 }
 
 Block* block_of(const c10::DataPtr& data) {
-  return data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : nullptr;
+  return data.get_deleter() == &release_locked ? LockedArena::process().find(data.get()) : nullptr;
 }
 
 void set_lock_failure_hook(LockFailureHook hook) {

@@ -19,6 +19,9 @@ c10::DataPtr locked_data(size_t nbytes, const PageOptions& options);
 // The same; throws what the lock-failure hook throws.
 c10::DataPtr allocate_locked(size_t nbytes, const PageOptions& options);
 
+// Gives back what locked_data gave; a block that a forked child inherited is only forgotten.
+void release_locked(void* data);
+
 // The block behind such a DataPtr, not retained; else nullptr.
 Block* block_of(const c10::DataPtr& data);
 

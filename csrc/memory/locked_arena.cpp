@@ -408,6 +408,11 @@ Block* LockedArena::hold(const void* address) noexcept {
   return nullptr;
 }
 
+Block* LockedArena::find(const void* address) noexcept {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->find_live(static_cast<std::byte*>(const_cast<void*>(address)));
+}
+
 void LockedArena::set_cache_limit(uint64_t bytes) {
   std::vector<LockedPages> excess;
   {

@@ -61,6 +61,8 @@ class LockedArena {
 
   // The live block that holds `address`, retained, or nullptr.
   Block* hold(const void* address) noexcept;
+  // The same, not retained: for a caller that has a reference anyway.
+  Block* find(const void* address) noexcept;
 
   // Free bytes kept for reuse at most; what exceeds is unlocked and unmapped now.
   void set_cache_limit(uint64_t bytes);
