@@ -30,7 +30,7 @@ class LockedTensor(torch.Tensor):
         kwargs: Optional[dict[str, Any]] = None,
     ) -> Any:
         with torch._C._DisableTorchDispatch():
-            result = func(*args, **(kwargs or {}))
+            result = call_operator(func, args, kwargs or {})
         return tag_results(result)
 
     def is_locked(self) -> bool:
@@ -99,6 +99,27 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         plain = tensor.detach()
     return plain.requires_grad_(tensor.requires_grad) if tensor.requires_grad else plain
+
+
+# Note [Lazy conjugation] Above Python, torch resolves lazily conjugated and negated tensors and zero
+# tensors; on the way to a __torch_dispatch__ it excludes those keys, so an operator that makes such a view
+# inside itself (linalg.pinv of complex matrices) computes with the unconjugated bytes: wrong values, for
+# every subclass and mode in torch 2.13. So they are let in again around the operator.
+_RESOLVED_ABOVE_PYTHON = (
+    torch._C.DispatchKey.Conjugate,
+    torch._C.DispatchKey.Negative,
+    torch._C.DispatchKey.ZeroTensor,
+)
+
+
+def call_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator from within a `__torch_dispatch__`; see Note [Lazy conjugation]."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _RESOLVED_ABOVE_PYTHON:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return func(*args, **kwargs)
 
 
 def tag_results(result: Any) -> Any:

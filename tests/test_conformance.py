@@ -54,7 +54,7 @@ def tensors(value):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("op", cases())
+@pytest.mark.parametrize("op", list(cases()))
 def test_an_operator_gives_equal_results_and_true_tags(op):
     if op.name in EXCEPTIONS:
         pytest.skip(EXCEPTIONS[op.name])

@@ -344,3 +344,11 @@ def test_is_view_and_base_are_torchs():
     plain_view = ordinary(tensor)[1:]
     assert view._is_view() == plain_view._is_view()
     assert (view._base is None) == (plain_view._base is None)
+
+
+def test_operators_that_conjugate_inside_are_right_on_and_under():
+    matrix = torch.randn(5, 5, dtype=torch.complex64)
+    expected = torch.linalg.pinv(matrix)
+    torch.testing.assert_close(torch.linalg.pinv(lt.lock(matrix)), expected)
+    with lt.locked_memory():
+        torch.testing.assert_close(lt.as_plain(torch.linalg.pinv(matrix)), expected)
