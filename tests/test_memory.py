@@ -132,6 +132,32 @@ def test_it_is_a_decorator():
     assert not lt.is_locked(torch.ones(3))
 
 
+def test_another_allocator_in_our_place_is_noticed_and_said():
+    program = """
+    import ctypes, torch, locked_tensor as lt
+    with lt.locked_memory():
+        before = torch.ones(10)
+    c10 = ctypes.CDLL(torch.__path__[0] + "/lib/libc10.so")
+    default = c10._ZN3c1022GetDefaultCPUAllocatorEv
+    default.restype = ctypes.c_void_p
+    c10._ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh(ctypes.c_void_p(default()), ctypes.c_uint8(0))
+    try:
+        with lt.locked_memory():
+            pass
+    except RuntimeError as error:
+        assert "another library has replaced" in str(error), error
+    else:
+        raise SystemExit("it was not noticed")
+    assert not lt._C.is_switch_installed()
+    assert type(torch.ones(10)) is torch.Tensor
+    assert before.is_locked()
+    del before
+    lt.empty_cache()
+    assert lt.memory_reserved() == 0
+    """
+    run_python(program)
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match="huge_pages"):
         lt.locked_memory(huge_pages="4M").__enter__()
