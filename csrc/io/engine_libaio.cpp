@@ -1,6 +1,7 @@
 #include "io/engine_libaio.h"
 
 #include <linux/aio_abi.h>
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -80,6 +81,9 @@ class LibaioEngine : public Engine {
       std::lock_guard<std::mutex> lock(refused_mutex_);
       refused_.push_back(Completion{requests[0].id, result});
       ++refused_count_;
+      if (event_fd >= 0) {
+        static_cast<void>(::eventfd_write(event_fd, 1));  // full: the reader has been told
+      }
       return 1;
     }
     return result;

@@ -53,8 +53,9 @@ std::string remedy(const std::string& name, int errno_value) {
       case ENOMEM:
         return "RLIMIT_MEMLOCK leaves no room for a ring; raise it with \"ulimit -l\"";
       case EOPNOTSUPP:
-        return "install liburing's headers (Debian: liburing-dev, Fedora: liburing-devel) and "
-               "build again; or the kernel is older than 5.11";
+        return LOCKED_TENSOR_HAS_LIBURING
+                   ? "Linux 5.11 has what is needed"
+                   : "install liburing-dev (Debian) or liburing-devel (Fedora) and reinstall";
       default:
         return "";
     }

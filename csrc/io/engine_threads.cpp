@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -59,12 +60,19 @@ class ThreadsEngine : public Engine {
   size_t capacity() const override { return depth_; }
 
   int64_t submit(std::span<const Request> requests) override {
-    std::lock_guard<std::mutex> lock(state_->mutex);
+    std::unique_lock<std::mutex> lock(state_->mutex);
     state_->queue.insert(state_->queue.end(), requests.begin(), requests.end());
     state_->unreaped += requests.size();
     const size_t wanted = std::min(thread_count_, state_->unreaped);
-    while (state_->threads.size() < wanted) {
-      state_->threads.emplace_back([state = state_] { state->run(); });
+    try {
+      while (state_->threads.size() < wanted) {
+        state_->threads.emplace_back([state = state_] { state->run(); });
+      }
+    } catch (const std::system_error&) {
+      // No more threads are to be had (RLIMIT_NPROC): fewer serve, or else the caller's own.
+      while (state_->threads.empty() && !state_->queue.empty()) {
+        state_->move_next(lock);
+      }
     }
     if (requests.size() == 1) {
       state_->work.notify_one();
@@ -122,18 +130,23 @@ class ThreadsEngine : public Engine {
         if (queue.empty()) {
           return;
         }
-        const Request request = queue.front();
-        queue.pop_front();
-        lock.unlock();
-        const int64_t result = move_bytes(request);
-        lock.lock();
-        completed.push_back(Completion{request.id, result});
-        if (event_fd >= 0) {
-          static_cast<void>(::eventfd_write(event_fd, 1));  // full: the reader has been told
-        }
-        if (completed.size() >= wanted) {
-          done.notify_one();
-        }
+        move_next(lock);
+      }
+    }
+
+    // The mutex is held, and given back meanwhile; the queue is not empty.
+    void move_next(std::unique_lock<std::mutex>& lock) {
+      const Request request = queue.front();
+      queue.pop_front();
+      lock.unlock();
+      const int64_t result = move_bytes(request);
+      lock.lock();
+      completed.push_back(Completion{request.id, result});
+      if (event_fd >= 0) {
+        static_cast<void>(::eventfd_write(event_fd, 1));  // full: the reader has been told
+      }
+      if (completed.size() >= wanted) {
+        done.notify_one();
       }
     }
   };

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <string>
 
 #include "io/sync_file.h"
 #include "os/fork.h"
@@ -41,8 +42,17 @@ class UringEngine : public Engine {
     }
     constexpr unsigned kNeeded = IORING_FEAT_EXT_ARG | IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS;
     if ((params.features & kNeeded) != kNeeded) {
-      io_uring_queue_exit(&ring_);
-      throw KernelError(EOPNOTSUPP, "use io_uring of a kernel before 5.11");
+      give_up(EOPNOTSUPP, "use io_uring of a kernel before 5.11");
+    }
+    // A filter may allow io_uring_setup and refuse this one.
+    if (::syscall(SYS_io_uring_enter, ring_.ring_fd, 0, 0, 0, nullptr, 0) < 0) {
+      give_up(errno, "enter an io_uring");
+    }
+    // A child that inherits the mapping keeps the ring, and with it the pages that are registered,
+    // after the parent has closed it.
+    const int kept = io_uring_ring_dontfork(&ring_);
+    if (kept < 0) {
+      give_up(-kept, "keep an io_uring from forked children");
     }
     depth_ = std::min<size_t>(depth, ring_.sq.ring_entries);
     if (io_uring_probe* probe = io_uring_get_probe_ring(&ring_)) {
@@ -54,7 +64,7 @@ class UringEngine : public Engine {
 
   ~UringEngine() override {
     if (generation_ != fork_generation()) {
-      // Closing is all that a child may do: the ring is its parent's.
+      // Closing is all that a child may do: the ring is its parent's, and not mapped here.
       ::close(ring_.ring_fd);
       return;
     }
@@ -81,18 +91,20 @@ class UringEngine : public Engine {
     }
     in_kernel_ += prepared;
     size_t submitted = 0;
+    int result = 0;
     while (submitted < prepared) {
-      const int result = io_uring_submit(&ring_);
+      result = io_uring_submit(&ring_);
       if (result > 0) {
         submitted += static_cast<size_t>(result);
-      } else if (result != -EINTR && result != -EAGAIN && result != -EBUSY) {
-        break;
       } else if (result != -EINTR) {
-        ::usleep(10);  // the kernel is short of memory or the completion queue is full for a moment
+        break;
       }
     }
-    LT_CHECK(submitted == prepared, "a ring takes what its queue holds");
-    return static_cast<int64_t>(prepared);
+    if (submitted < prepared) {
+      take_back_unsubmitted();
+      in_kernel_ -= prepared - submitted;
+    }
+    return submitted > 0 ? static_cast<int64_t>(submitted) : result;
   }
 
   int64_t reap(std::span<Completion> completions, size_t wait_for, int64_t timeout_ns) override {
@@ -146,6 +158,20 @@ class UringEngine : public Engine {
   int sync(int fd, bool data_only) override { return sync_file(fd, data_only); }
 
  private:
+  [[noreturn]] void give_up(int errno_value, const std::string& tried) {
+    io_uring_queue_exit(&ring_);
+    throw KernelError(errno_value, tried);
+  }
+
+  // Empties the submission queue of what the kernel left there, or it would go with the next
+  // requests. Only io_uring_submit reads the queue, and that under the mutex.
+  void take_back_unsubmitted() {
+    const unsigned head = *ring_.sq.khead;
+    *ring_.sq.ktail = head;
+    ring_.sq.sqe_head = head;
+    ring_.sq.sqe_tail = head;
+  }
+
   static void prepare(io_uring_sqe* sqe, const Request& request) {
     const bool is_read = request.operation == Operation::kRead;
     const bool is_fixed = request.buffer_slot >= 0;
@@ -214,7 +240,7 @@ std::unique_ptr<Engine> make_uring_engine(size_t depth) {
 namespace locked_tensor {
 
 std::unique_ptr<Engine> make_uring_engine(size_t) {
-  throw KernelError(EOPNOTSUPP, "use io_uring: this build has no liburing");
+  throw KernelError(EOPNOTSUPP, "use io_uring: built without liburing");
 }
 
 }  // namespace locked_tensor

@@ -4,10 +4,10 @@
 // parent's; the child's copies of locked pages are ordinary, copy-on-write. Pages that a ring has
 // registered are long-term held and would be copied whole into the child at once, and huge pages
 // split in the parent: 1.8 s for 1 GiB, measured; so fixed buffers are cleared before. Requests in
-// flight hold their pages, which are copied too. Descriptors of rings are inherited and would keep
-// the parent's registered pages: the child closes them. Threads do not exist in the child, and
-// mutexes are as they were at the moment of the fork: what they guard is replaced or leaked there,
-// never locked.
+// flight hold their pages, which are copied too. Descriptors and mappings of rings would keep the
+// parent's registered pages: the child closes the ones and does not inherit the others. Threads do
+// not exist in the child, and mutexes are as they were at the moment of the fork: what they guard
+// is replaced or leaked there, never locked.
 #pragma once
 
 #include <cstdint>
