@@ -21,9 +21,7 @@ c10::DeleterFnPtr previous_deleter = nullptr;
 
 // Note [Raw allocations]
 void release_any(void* data) {
-  if (LockedArena::process().find(data) != nullptr) {
-    release_locked(data);
-  } else if (previous_deleter != nullptr) {
+  if (!give_back_locked(data) && previous_deleter != nullptr) {
     previous_deleter(data);
   }
 }
@@ -71,8 +69,7 @@ void install_allocator_switch() {
   if (c10::GetCPUAllocator() != installed) {
     throw std::runtime_error(
         "another library has replaced torch's CPU allocator, so locked_memory() cannot lock what "
-        "is "
-        "allocated; enter locked_memory() once after that library is loaded, or keep it from "
+        "is allocated; enter locked_memory() once after that library is loaded, or keep it from "
         "calling c10::SetCPUAllocator");
   }
 }

@@ -12,6 +12,10 @@ namespace {
 
 LockFailureHook lock_failure_hook = nullptr;
 
+void release_locked(void* data) {
+  give_back_locked(data);
+}
+
 class LockedAllocator : public c10::Allocator {
  public:
   explicit LockedAllocator(const PageOptions& options) : options_(options) {}
@@ -43,6 +47,10 @@ c10::Allocator* locked_allocator(const PageOptions& options) {
   return allocators->back();
 }
 
+bool is_locked_allocator(const c10::Allocator* allocator) {
+  return allocator != nullptr && allocator->raw_deleter() == &release_locked;
+}
+
 c10::DataPtr allocate_locked(size_t nbytes, const PageOptions& options) {
   try {
     return locked_data(nbytes, options);
@@ -64,11 +72,14 @@ c10::DataPtr locked_data(size_t nbytes, const PageOptions& options) {
   return c10::DataPtr(block->data, block->data, &release_locked, cpu);
 }
 
-void release_locked(void* data) {
-  if (Block* block = LockedArena::process().find(data)) {
-    c10::profiledCPUMemoryReporter().Delete(data);
-    LockedArena::release(block);
+bool give_back_locked(void* data) {
+  Block* block = LockedArena::process().find(data);
+  if (block == nullptr) {
+    return false;
   }
+  c10::profiledCPUMemoryReporter().Delete(data);
+  LockedArena::release(block);
+  return true;
 }
 
 Block* block_of(const c10::DataPtr& data) {

@@ -7,9 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "allocator/locked_allocator.h"
 #include "memory/range_registry.h"
-#include "os/mapping.h"
 
 namespace locked_tensor {
 
@@ -86,13 +84,14 @@ StorageHold hold_storage(const c10::Storage& storage) {
   StorageHold hold;
   // Copy-on-write bytes are shared with storages that may let go of them: have them copied now.
   const c10::DataPtr& data = storage.unsafeGetStorageImpl()->mutable_data_ptr();
-  if (Block* block = block_of(data)) {
-    LockedArena::retain(block);
-    hold.block_ = block;
-  } else if (RangeRegistry::process().contains(data.get(), 1) &&
-             (hold.block_ = LockedArena::process().hold(data.get())) != nullptr) {
-    // Another library's storage over our bytes: dlpack, numpy.
-  } else if (OwnedData* owned = owned_data(storage, false)) {
+  if (RangeRegistry::process().contains(data.get(), 1)) {
+    hold.block_ =
+        LockedArena::process().hold(data.get());  // whoever's storage it is: ours, dlpack's
+  }
+  if (hold.block_ != nullptr) {
+    return hold;
+  }
+  if (OwnedData* owned = owned_data(storage, false)) {
     owned->retain();
     hold.owned_ = owned;
   } else {
@@ -101,10 +100,9 @@ StorageHold hold_storage(const c10::Storage& storage) {
   return hold;
 }
 
-bool when_bytes_die(const c10::Storage& storage, std::function<void()> at_death) {
-  const void* data = storage.mutable_data();  // makes a copy-on-write storage its own
-  // A private map of a file is no shared memory, though torch has the same deleter for both.
-  OwnedData* owned = owned_data(storage, !mapping_of(data).is_shared);
+bool when_bytes_die(const c10::Storage& storage, bool is_mapped_shared,
+                    std::function<void()> at_death) {
+  OwnedData* owned = owned_data(storage, !is_mapped_shared);
   if (owned == nullptr) {
     return false;
   }

@@ -47,7 +47,9 @@ class StorageHold {
 StorageHold hold_storage(const c10::Storage& storage);
 
 // Has `at_death` run when the storage's present bytes die, before they are freed. With the GIL.
-// False (and nothing done) where that would make torch forget that the storage is shared memory.
-bool when_bytes_die(const c10::Storage& storage, std::function<void()> at_death);
+// False (and nothing done) where that would make torch forget that the storage is shared memory;
+// `is_mapped_shared` tells that from a private map of a file, for which torch has the same deleter.
+bool when_bytes_die(const c10::Storage& storage, bool is_mapped_shared,
+                    std::function<void()> at_death);
 
 }  // namespace locked_tensor

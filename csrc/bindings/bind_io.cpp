@@ -3,8 +3,8 @@
 #include <torch/extension.h>
 
 #include "bindings/bindings.h"
+#include "bindings/errors.h"
 #include "bindings/io_arguments.h"
-#include "bindings/io_errors.h"
 #include "handle/aio_handle.h"
 #include "io/engine_select.h"
 
@@ -34,8 +34,7 @@ class PyHandle {
       close();
     } catch (...) {
       // Nobody is left to raise it to; sys.unraisablehook shows it.
-      const py::object error = exception_object(std::current_exception());
-      PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+      set_error(exception_object(std::current_exception()));
       PyErr_WriteUnraisable(py::str("an aio_handle dropped without close()").ptr());
     }
   }
@@ -279,7 +278,6 @@ void bind_handle(py::module_& module) {
 }  // namespace
 
 void bind_io(py::module_& module) {
-  register_io_errors();
   bind_handle(module);
   py::class_<IoTicket>(module, "IoTicketBase")
       .def("wait", &IoTicket::wait, py::arg("timeout") = py::none())

@@ -7,7 +7,7 @@
 #include "allocator/locked_allocator.h"
 #include "allocator/storage_hold.h"
 #include "bindings/bindings.h"
-#include "bindings/memory_errors.h"
+#include "bindings/errors.h"
 #include "dispatch/locked_dispatch.h"
 #include "memory/in_place_lock.h"
 #include "memory/range_registry.h"
@@ -44,12 +44,7 @@ SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> nu
   mode.falls_back = falls_back;
   mode.pages.huge_pages = huge_pages_of(huge_pages);
   if (numa_node) {
-    const std::vector<int> nodes = numa_nodes();
-    if (std::find(nodes.begin(), nodes.end(), *numa_node) == nodes.end()) {
-      throw py::value_error("numa_node " + std::to_string(*numa_node) +
-                            " does not exist; this machine has " +
-                            py::str(py::cast(nodes)).cast<std::string>());
-    }
+    check_numa_node(*numa_node);
     mode.pages.numa_node = *numa_node;
   }
   install_allocator_switch();
@@ -59,6 +54,9 @@ SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> nu
 // Has a storage that was allocated locked stay so when it is resized, wherever that happens.
 void keep_locked(const at::Tensor& tensor) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  if (is_locked_allocator(storage->allocator())) {
+    return;  // as for every view of what was kept before
+  }
   if (Block* block = block_of(storage->_mutable_data_ptr_no_checks())) {
     storage->set_allocator(locked_allocator(block->pages));
   }
@@ -128,12 +126,7 @@ StorageSpan storage_span(const at::Tensor& tensor) {
 }
 
 bool is_ours(const StorageSpan& span) {
-  Block* block = LockedArena::process().hold(span.data);
-  if (block == nullptr) {
-    return false;
-  }
-  LockedArena::release(block);
-  return true;
+  return LockedArena::process().find(span.data) != nullptr;
 }
 
 void lock_storage(const at::Tensor& tensor) {
@@ -142,15 +135,15 @@ void lock_storage(const at::Tensor& tensor) {
     return;
   }
   const Mapping mapping = mapping_of(span.data);
-  auto is_locked_still = std::make_shared<std::atomic<int>>(0);
-  const bool is_watched = when_bytes_die(tensor.storage(), [span, is_locked_still] {
-    while (is_locked_still->load() > 0) {
-      is_locked_still->fetch_sub(1);
-      try {
-        unlock_in_place(span.data, span.bytes);
-      } catch (const std::invalid_argument&) {
-        return;  // unlock_ was faster
-      }
+  auto was_locked = std::make_shared<std::atomic<bool>>(false);
+  const bool is_watched = when_bytes_die(tensor.storage(), mapping.is_shared, [span, was_locked] {
+    if (!was_locked->load()) {
+      return;  // the lock was refused
+    }
+    try {
+      unlock_in_place(span.data, span.bytes);
+    } catch (const std::invalid_argument&) {
+      // unlock_ was faster
     }
   });
   if (!is_watched) {
@@ -160,7 +153,7 @@ void lock_storage(const at::Tensor& tensor) {
   }
   py::gil_scoped_release no_gil;
   lock_in_place(span.data, span.bytes, !mapping.is_file);
-  is_locked_still->fetch_add(1);
+  *was_locked = true;
 }
 
 void unlock_storage(const at::Tensor& tensor) {
@@ -202,7 +195,7 @@ py::dict arena_stats() {
 }  // namespace
 
 void bind_memory(py::module_& module) {
-  register_memory_errors();
+  register_errors();
   py::class_<SavedMode>(module, "SavedMode");
   module.def("enter_locked_mode", &enter_locked_mode, py::arg("huge_pages"), py::arg("numa_node"),
              py::arg("falls_back"));
@@ -216,7 +209,7 @@ void bind_memory(py::module_& module) {
   module.def("lock_storage", &lock_storage);
   module.def("unlock_storage", &unlock_storage);
   module.def("memory_stats", &arena_stats);
-  module.def("memory_reserved", [] { return LockedArena::process().stats().reserved_bytes; });
+  module.def("memory_reserved", [] { return LockedArena::process().reserved_bytes(); });
   module.def("reset_peak_memory_stats", [] { LockedArena::process().reset_peak_stats(); });
   module.def(
       "empty_cache", [] { LockedArena::process().empty_cache(); },

@@ -54,14 +54,13 @@ KernelError transfer_error(int errno_value, const Transfer& transfer, uint64_t b
 
 Driver::Driver(const HandleOptions& options, std::unique_ptr<Engine> engine, OnDone on_done)
     : options_(options),
-      rules_(rules_of(options,
-                      Staging(options.block_size_bytes, options.staging_bytes).chunk_bytes())),
+      staging_(options.block_size_bytes, options.staging_bytes),
+      rules_(rules_of(options, staging_.chunk_bytes())),
       fork_generation_(fork_generation()),
       engine_(std::move(engine)),
       depth_(std::min<uint64_t>(options.queue_depth, engine_->capacity())),
       on_done_(std::move(on_done)),
-      fixed_buffers_(*engine_),
-      staging_(rules_.chunk_bytes, options.staging_bytes) {}
+      fixed_buffers_(*engine_) {}
 
 Driver::~Driver() {
   LT_CHECK(fork_generation_ == fork_generation(), "a forked child leaks its parent's driver");
@@ -388,22 +387,18 @@ void Driver::write_edge(Lock& lock, const std::shared_ptr<Transfer>& transfer, c
   const uint64_t offset = part.file_offset() + cut.offset_bytes;
   lock.unlock();
   std::exception_ptr failure;
-  EdgeWrite result{};
+  Road road{};
   try {
-    result = write_edge_page(*transfer->file, part.layout(), cut.offset_bytes, cut.length_bytes,
-                             offset, part.is_locked());
+    road = write_edge_page(*transfer->file, part.layout(), cut.offset_bytes, cut.length_bytes,
+                           offset, part.is_locked());
   } catch (...) {
     failure = std::current_exception();
   }
   lock.lock();
   if (failure != nullptr) {
     fail(transfer, failure, offset);
-  } else if (result == EdgeWrite::kDirect) {
-    stats_.bytes_direct += cut.length_bytes;
-  } else if (result == EdgeWrite::kBounced) {
-    stats_.bytes_bounced += cut.length_bytes;
   } else {
-    stats_.bytes_buffered += cut.length_bytes;
+    count_bytes(road, cut.length_bytes);
   }
   --transfer->pieces_out;
   end_if_last(lock, transfer);
@@ -541,22 +536,34 @@ void Driver::fail(const std::shared_ptr<Transfer>& transfer, std::exception_ptr 
 void Driver::end_piece(Lock& lock, uint32_t index) {
   Piece& piece = pieces_[index];
   const std::shared_ptr<Transfer> transfer = std::move(piece.transfer);
-  const bool is_whole = piece.done_bytes == piece.cut.length_bytes;
   if (piece.cut.road == Road::kStaged) {
     if (piece.memory != nullptr) {
       staging_.give_back(piece.memory);
     }
     staged_reads_ -= transfer->operation == Operation::kRead ? 1 : 0;
-    stats_.bytes_bounced += is_whole ? piece.cut.length_bytes : 0;
-  } else if (piece.cut.is_direct) {
-    stats_.bytes_direct += is_whole ? piece.cut.length_bytes : 0;
-  } else {
-    stats_.bytes_buffered += is_whole ? piece.cut.length_bytes : 0;
+  }
+  if (piece.done_bytes == piece.cut.length_bytes) {
+    count_bytes(piece.cut.road, piece.cut.length_bytes);
   }
   piece = Piece{};
   free_pieces_.push_back(index);
   --transfer->pieces_out;
   end_if_last(lock, transfer);
+}
+
+void Driver::count_bytes(Road road, uint64_t bytes) {
+  switch (road) {
+    case Road::kDirect:
+    case Road::kVectored:
+      stats_.bytes_direct += bytes;
+      break;
+    case Road::kStaged:
+      stats_.bytes_bounced += bytes;
+      break;
+    case Road::kBuffered:
+      stats_.bytes_buffered += bytes;
+      break;
+  }
 }
 
 void Driver::end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer) {

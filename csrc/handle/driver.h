@@ -105,6 +105,7 @@ class Driver {
   void hand_over_again(Piece& piece, uint32_t index, bool made_progress);
   void fail_piece(Lock& lock, uint32_t index, std::exception_ptr error);
   void end_piece(Lock& lock, uint32_t index);
+  void count_bytes(Road road, uint64_t bytes);
   void fail(const std::shared_ptr<Transfer>& transfer, std::exception_ptr error,
             uint64_t file_offset);
   void end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer);
@@ -116,13 +117,13 @@ class Driver {
   void work();
 
   const HandleOptions options_;
+  Staging staging_;  // outlives the engine, whose table its memory may be in
   const CutRules rules_;
   const uint64_t fork_generation_;
   std::unique_ptr<Engine> engine_;
   const uint64_t depth_;
   const OnDone on_done_;
   FixedBuffers fixed_buffers_;
-  Staging staging_;
 
   std::mutex mutex_;
   std::condition_variable changed_;                // for threads in step() with empty hands
@@ -141,8 +142,7 @@ class Driver {
   bool is_reaping_ = false;
   bool is_stopping_ = false;
   int event_fd_ = -1;
-  uint32_t refusals_ =
-      0;  // in a row, by the engine; each makes the next submit wait a little longer
+  uint32_t refusals_ = 0;  // in a row, by the engine: each makes the next submit wait a bit longer
   DriverStats stats_;
   std::vector<std::thread> workers_;
 };

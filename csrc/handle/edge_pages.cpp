@@ -59,8 +59,8 @@ void write_fully(int fd, const std::byte* data, uint64_t bytes, uint64_t offset,
 
 }  // namespace
 
-EdgeWrite write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offset,
-                          uint64_t bytes, uint64_t file_offset, bool is_locked) {
+Road write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offset, uint64_t bytes,
+                     uint64_t file_offset, bool is_locked) {
   const DioAlignment& alignment = file.alignment();
   const bool is_direct =
       is_aligned(file_offset, alignment.offset_bytes) && is_aligned(bytes, alignment.offset_bytes);
@@ -77,7 +77,7 @@ EdgeWrite write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_
     const ssize_t result =
         ::pwrite(file.direct_fd(), memory, bytes, static_cast<off_t>(file_offset));
     if (result == static_cast<ssize_t>(bytes)) {
-      return is_straight ? EdgeWrite::kDirect : EdgeWrite::kBounced;
+      return is_straight ? Road::kDirect : Road::kStaged;
     }
     if (result < 0 && errno != EINTR) {
       throw KernelError(errno,
@@ -88,7 +88,7 @@ EdgeWrite write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_
     // Interrupted or short: the buffered road finishes it.
   }
   write_fully(file.buffered_fd(), memory, bytes, file_offset, file.path());
-  return is_straight ? EdgeWrite::kBuffered : EdgeWrite::kBounced;
+  return is_straight ? Road::kBuffered : Road::kStaged;
 }
 
 }  // namespace locked_tensor

@@ -9,15 +9,14 @@
 
 #include "handle/layout.h"
 #include "handle/open_file.h"
+#include "handle/transfer.h"
 
 namespace locked_tensor {
 
-// The road that the bytes took.
-enum class EdgeWrite : uint8_t { kDirect, kBounced, kBuffered };
-
 // Writes the layout's [stream_offset, stream_offset + bytes) at file_offset, all of it within one
-// page. Direct when whole sectors are written, else buffered. Throws KernelError.
-EdgeWrite write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offset,
-                          uint64_t bytes, uint64_t file_offset, bool is_locked);
+// page, and returns the road they took: O_DIRECT when whole sectors are written, else buffered;
+// staged when they had to be copied first. Throws KernelError.
+Road write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offset, uint64_t bytes,
+                     uint64_t file_offset, bool is_locked);
 
 }  // namespace locked_tensor

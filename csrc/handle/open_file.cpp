@@ -95,7 +95,7 @@ OpenFile::OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMod
   id_ = FileId{status.st_dev, status.st_ino};
   is_regular_ = S_ISREG(status.st_mode);
   alignment_ = dio_alignment(fd_.get());
-  may_be_direct_ = alignment_.is_direct;
+  const bool may_be_direct = alignment_.is_direct;
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0) {
     throw_errno("fcntl(F_GETFL) of", path_);
@@ -115,7 +115,7 @@ OpenFile::OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMod
     }
   }
   // tmpfs accepts O_DIRECT and grants nothing: such a descriptor serves the buffered road too.
-  if (has_flag && !may_be_direct_) {
+  if (has_flag && !may_be_direct) {
     buffered_.store(fd_.get());
   }
 }

@@ -46,8 +46,6 @@ class OpenFile {
   bool is_regular() const { return is_regular_; }
   // is_direct false: every byte goes through the page cache.
   const DioAlignment& alignment() const { return alignment_; }
-  // Does the file system grant direct I/O on this file, to whoever asks for it?
-  bool may_be_direct() const { return may_be_direct_; }
 
   int direct_fd() const { return fd_.get(); }
   // A descriptor without O_DIRECT; opened on first use. Thread-safe.
@@ -66,7 +64,6 @@ class OpenFile {
   UniqueFd fd_;  // with O_DIRECT exactly when alignment_.is_direct
   FileId id_;
   bool is_regular_ = false;
-  bool may_be_direct_ = false;
   DioAlignment alignment_;
   std::mutex buffered_mutex_;
   std::atomic<int> buffered_{-1};

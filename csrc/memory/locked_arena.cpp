@@ -97,14 +97,10 @@ struct LockedArena::Impl {
     return bytes;
   }
 
-  static size_t unit_of(const PageOptions& options) {
-    return options.huge_pages == HugePages::k2M ? kHugePageBytes : page_bytes();
-  }
-
   // What to map for a run that no free one fits: exactly the run, or a shared segment whose surplus
   // the cache limit allows.
   size_t segment_bytes_for(const Kind& kind, size_t bytes) const {
-    const size_t exact = align_up(bytes, unit_of(kind.options));
+    const size_t exact = align_up(bytes, page_size_of(kind.options));
     if (exact >= kShareBelowBytes) {
       return exact;
     }
@@ -137,7 +133,7 @@ struct LockedArena::Impl {
   // Moves the whole pages of `run` from their segments to `out`; what is less than a page of its
   // kind stays free.
   void cut_pages(Kind& kind, Run run, std::vector<LockedPages>& out, std::vector<Run>& kept) {
-    const size_t unit = unit_of(kind.options);
+    const size_t unit = page_size_of(kind.options);
     std::byte* end = run.data + run.bytes;
     while (run.data < end) {
       auto place = std::prev(kind.segments.upper_bound(run.data));
@@ -201,7 +197,7 @@ struct LockedArena::Impl {
       std::vector<LockedPages> excess = take_excess(0);
       lock.unlock();
       unmap(std::move(excess));
-      pages = LockedPages(align_up(bytes, unit_of(options)), options);
+      pages = LockedPages(bytes, options);
     }
     const auto begin = reinterpret_cast<uintptr_t>(pages.data());
     const Run run{pages.data(), pages.size()};
@@ -450,6 +446,11 @@ ArenaStats LockedArena::stats() const {
     }
   }
   return stats;
+}
+
+uint64_t LockedArena::reserved_bytes() const {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->stats.reserved_bytes;
 }
 
 void LockedArena::reset_peak_stats() {

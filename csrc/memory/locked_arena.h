@@ -71,6 +71,8 @@ class LockedArena {
   void empty_cache();
 
   ArenaStats stats() const;
+  // Of the stats, at the cost of one lock.
+  uint64_t reserved_bytes() const;
   void reset_peak_stats();
 
  private:

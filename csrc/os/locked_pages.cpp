@@ -53,26 +53,25 @@ std::string show(const std::optional<uint64_t>& limit) {
   return limit ? format_bytes(*limit) : "unlimited";
 }
 
-uint64_t vm_locked_bytes() {
+// The number after `name` in /proc/self/status, 0 where there is none.
+uint64_t status_number(const std::string& name, int base) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("VmLck:")) {
-      return std::stoull(line.substr(6)) * 1024;
+    if (line.starts_with(name)) {
+      return std::stoull(line.substr(name.size()), nullptr, base);
     }
   }
   return 0;
 }
 
+uint64_t vm_locked_bytes() {
+  return status_number("VmLck:", 10) * 1024;
+}
+
 // Does this process escape RLIMIT_MEMLOCK (capabilities(7))?
 bool has_cap_ipc_lock() {
   constexpr uint64_t kCapIpcLock = uint64_t{1} << 14;
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("CapEff:")) {
-      return (std::stoull(line.substr(7), nullptr, 16) & kCapIpcLock) != 0;
-    }
-  }
-  return false;
+  return (status_number("CapEff:", 16) & kCapIpcLock) != 0;
 }
 
 // Refuses before any page is touched what the limit would refuse after.
@@ -132,15 +131,7 @@ int populate(std::byte* begin, size_t bytes, bool may_touch) {
 }
 
 void bind_to_node(std::byte* begin, size_t bytes, int node) {
-  const std::vector<int> nodes = numa_nodes();
-  if (std::find(nodes.begin(), nodes.end(), node) == nodes.end()) {
-    std::string known;
-    for (const int each : nodes) {
-      known += (known.empty() ? "" : ", ") + std::to_string(each);
-    }
-    throw std::invalid_argument("numa_node " + std::to_string(node) +
-                                " does not exist; this machine has " + known);
-  }
+  check_numa_node(node);
   constexpr size_t kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(static_cast<size_t>(node) / kBits + 1);
   mask.back() = 1ul << (static_cast<size_t>(node) % kBits);
@@ -164,6 +155,10 @@ std::string remedy(int errno_value, const std::string& tried) {
 }
 
 }  // namespace
+
+size_t page_size_of(const PageOptions& options) {
+  return options.huge_pages == HugePages::k2M ? kHugePageBytes : page_bytes();
+}
 
 MemlockLimit memlock_limit() {
   rlimit limit;
@@ -272,10 +267,6 @@ void LockedPages::release() noexcept {
   size_ = 0;
 }
 
-size_t LockedPages::page_size() const {
-  return options_.huge_pages == HugePages::k2M ? kHugePageBytes : page_bytes();
-}
-
 LockedPages LockedPages::split_tail(size_t offset_bytes) {
   LT_CHECK(offset_bytes > 0 && offset_bytes < size_ && is_aligned(offset_bytes, page_size()),
            "pages are cut between pages");
@@ -317,6 +308,19 @@ std::vector<int> numa_nodes() {
     }
   }
   return nodes.empty() ? std::vector<int>{0} : nodes;
+}
+
+void check_numa_node(int node) {
+  const std::vector<int> nodes = numa_nodes();
+  if (std::find(nodes.begin(), nodes.end(), node) != nodes.end()) {
+    return;
+  }
+  std::string known;
+  for (const int each : nodes) {
+    known += (known.empty() ? "" : ", ") + std::to_string(each);
+  }
+  throw std::invalid_argument("numa_node " + std::to_string(node) +
+                              " does not exist; this machine has " + known);
 }
 
 }  // namespace locked_tensor

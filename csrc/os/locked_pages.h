@@ -26,6 +26,9 @@ struct PageOptions {
   bool operator==(const PageOptions&) const = default;
 };
 
+// Bytes of one page of this kind.
+size_t page_size_of(const PageOptions& options);
+
 // RLIMIT_MEMLOCK and VmLck of this process, in bytes; nullopt is unlimited. Read at each call.
 // `locked` also counts the hugetlb bytes that LockedPages holds, which VmLck does not show.
 struct MemlockLimit {
@@ -66,7 +69,7 @@ class LockedPages {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
-  size_t page_size() const;  // bytes of one page of this mapping
+  size_t page_size() const { return page_size_of(options_); }
   const PageOptions& options() const { return options_; }
 
   // Cuts at `offset_bytes` (a multiple of page_size()): this keeps the front, the rest is returned.
@@ -90,5 +93,7 @@ void unlock_pages(void* begin, size_t bytes) noexcept;
 
 // The NUMA nodes that exist, ascending ({0} where the kernel does not say).
 std::vector<int> numa_nodes();
+// Throws std::invalid_argument, naming those that exist, when this one does not.
+void check_numa_node(int node);
 
 }  // namespace locked_tensor

@@ -1,4 +1,4 @@
-#include "bindings/memory_errors.h"
+#include "bindings/errors.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "allocator/locked_allocator.h"
+#include "handle/aio_handle.h"
 #include "os/status.h"
 
 namespace locked_tensor {
@@ -14,22 +15,18 @@ namespace py = pybind11;
 
 namespace {
 
-void raise(const py::object& error) {
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-}
-
 void raise_os_error(const KernelError& error) {
   // OSError picks its subclass (FileNotFoundError, ...) by errno.
   const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
   const std::string what = error.what();
   if (error.path().empty()) {
-    raise(os_error(error.errno_value(), what));
+    set_error(os_error(error.errno_value(), what));
     return;
   }
   const std::string tried = "cannot " + error.tried() + ": " + std::strerror(error.errno_value());
   const auto name = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(
       error.path().data(), static_cast<Py_ssize_t>(error.path().size())));
-  raise(os_error(error.errno_value(), tried, name));
+  set_error(os_error(error.errno_value(), tried, name));
 }
 
 py::object lock_limit_error(const LockRefused& refused) {
@@ -39,12 +36,28 @@ py::object lock_limit_error(const LockRefused& refused) {
                               limit.hard, refused.errno_value());
 }
 
+void raise_short_read(const ShortRead& error) {
+  set_error(py::module_::import("locked_tensor.errors")
+                .attr("ShortReadError")(error.what(), error.wanted_bytes(), error.found_bytes(),
+                                        error.path()));
+}
+
+void raise_first(const TransfersFailed& failed) {
+  const py::object first = exception_object(failed.failures().front());
+  py::list others;
+  for (size_t i = 1; i < failed.failures().size(); ++i) {
+    others.append(exception_object(failed.failures()[i]));
+  }
+  py::setattr(first, "others", others);
+  set_error(first);
+}
+
 // c10 turns what an allocator throws into types of its own, but lets a python_error through.
 void throw_lock_limit_error(const LockRefused& refused) {
   python_error error;
   {
     py::gil_scoped_acquire gil;
-    raise(lock_limit_error(refused));
+    set_error(lock_limit_error(refused));
     error.persist();
   }
   throw error;
@@ -52,7 +65,19 @@ void throw_lock_limit_error(const LockRefused& refused) {
 
 }  // namespace
 
-void register_memory_errors() {
+void set_error(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+py::object exception_object(const std::exception_ptr& error) {
+  // Raised through a function of ours, so that every translator has its say.
+  const py::cpp_function raises([error] { std::rethrow_exception(error); });
+  PyObject* result = PyObject_CallNoArgs(raises.ptr());
+  LT_CHECK(result == nullptr, "a failure raises");
+  return py::error_already_set().value();
+}
+
+void register_errors() {
   set_lock_failure_hook(&throw_lock_limit_error);
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -62,9 +87,13 @@ void register_memory_errors() {
     } catch (const KernelError& error) {
       raise_os_error(error);
     } catch (const LockRefused& refused) {
-      raise(lock_limit_error(refused));
+      set_error(lock_limit_error(refused));
+    } catch (const ShortRead& error) {
+      raise_short_read(error);
+    } catch (const TransfersFailed& failed) {
+      raise_first(failed);
     } catch (const InternalError& error) {
-      raise(py::module_::import("locked_tensor.errors").attr("InternalError")(error.what()));
+      set_error(py::module_::import("locked_tensor.errors").attr("InternalError")(error.what()));
     }
   });
 }
