@@ -1,0 +1,246 @@
+"""A fixed number of locked buffers that are leased, packed, and lent again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import queue
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple, Optional, Sequence
+
+import torch
+
+from locked_tensor.handle import AioHandle
+from locked_tensor.swap.store import page_aligned
+from locked_tensor.tensor import as_plain, tag
+
+
+class PoolExhaustedError(MemoryError):
+    """No buffer of the pool has room now."""
+
+    def __init__(self, needed_bytes: int, available_bytes: int, message: str) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes  #: in one piece
+        self.available_bytes = available_bytes  #: the largest free piece
+
+
+class BufferState(enum.Enum):
+    """What a buffer of a pool is doing."""
+
+    FREE = "free"  #: nobody has a lease on it
+    LEASED = "leased"  #: at least one lease is out
+
+
+class _Slot(NamedTuple):
+    buffer: int
+    offset: int
+    nbytes: int
+
+
+class _Buffers:
+    """The buffers and what is free in them. Outlives its pool until the last lease is gone."""
+
+    def __init__(self, handle: AioHandle, count: int, buffer_bytes: int) -> None:
+        example = torch.empty(0, dtype=torch.uint8)
+        self.tensors = [handle.new_cpu_locked_tensor(buffer_bytes, example) for _ in range(count)]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.free = [[(0, buffer_bytes)] for _ in range(count)]  # (offset, bytes), never adjacent
+        self.returned: queue.SimpleQueue[_Slot] = queue.SimpleQueue()  # filled by finalizers
+        self.lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Optional[_Slot]:
+        """The smallest free piece that fits, cut to size."""
+        with self.lock:
+            self._collect()
+            fitting = [
+                (free, buffer, offset)
+                for buffer, pieces in enumerate(self.free)
+                for offset, free in pieces
+                if free >= nbytes
+            ]
+            if not fitting:
+                return None
+            free, buffer, offset = min(fitting)
+            self.free[buffer].remove((offset, free))
+            if free > nbytes:
+                self.free[buffer].append((offset + nbytes, free - nbytes))
+            return _Slot(buffer, offset, nbytes)
+
+    def largest_free(self) -> int:
+        with self.lock:
+            self._collect()
+            return max((free for pieces in self.free for _, free in pieces), default=0)
+
+    def states(self, buffer_bytes: int) -> list[BufferState]:
+        with self.lock:
+            self._collect()
+            return [
+                BufferState.FREE if pieces == [(0, buffer_bytes)] else BufferState.LEASED
+                for pieces in self.free
+            ]
+
+    def _collect(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._give_back(self.returned.get_nowait())
+
+    def _give_back(self, slot: _Slot) -> None:
+        pieces = sorted([*self.free[slot.buffer], (slot.offset, slot.nbytes)])
+        merged = pieces[:1]
+        for offset, nbytes in pieces[1:]:
+            if sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
+            else:
+                merged.append((offset, nbytes))
+        self.free[slot.buffer] = merged
+
+
+class Lease:
+    """Some of a pool's locked memory, until it is released and nothing uses its tensor any more.
+
+    A context manager that gives the tensor and releases at the end.
+    """
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._tensor: Optional[torch.Tensor] = tensor
+        self.nbytes = nbytes  #: bytes of the pool that it takes, whole pages
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The leased tensor. Its memory is the lease's as long as it or a view of it lives."""
+        if self._tensor is None:
+            raise ValueError("this lease was released")
+        return self._tensor
+
+    def release(self) -> None:
+        """Gives the lease up: its memory goes back now, or with the last view of its tensor. Idempotent."""
+        self._tensor = None
+
+    def __enter__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __exit__(self, *exception: Any) -> None:
+        self.release()
+
+
+class SwapBufferPool:
+    """`count` locked buffers of `buffer_bytes` each, from which tensors are leased.
+
+    All of it is locked at once, so that a pool larger than the machine allows fails here. Dropping
+    the pool gives the memory back, once the last lease is gone. Thread-safe.
+
+    Args:
+        aio_handle: what allocates the buffers; any handle moves them directly.
+        count: how many buffers.
+        buffer_bytes: bytes of each, rounded up to whole pages; the most that one lease may have.
+
+    Raises:
+        LockLimitError: so much memory could not be locked.
+        ValueError: `count` or `buffer_bytes` is not positive.
+    """
+
+    def __init__(self, aio_handle: AioHandle, count: int, buffer_bytes: int) -> None:
+        if count <= 0 or buffer_bytes <= 0:
+            raise ValueError(f"count and buffer_bytes must be positive, got {count} and {buffer_bytes}")
+        self.count = count
+        self.buffer_bytes = page_aligned(buffer_bytes)
+        self._buffers = _Buffers(aio_handle, count, self.buffer_bytes)
+        self._turn = threading.Lock()  # who waits for room waits in line
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes locked by the pool."""
+        return self.count * self.buffer_bytes
+
+    def available(self) -> int:
+        """How many buffers are free."""
+        return self.states().count(BufferState.FREE)
+
+    def available_bytes(self) -> int:
+        """Bytes of the largest lease that would be given now."""
+        return self._buffers.largest_free()
+
+    def states(self) -> list[BufferState]:
+        """The state of each buffer."""
+        return self._buffers.states(self.buffer_bytes)
+
+    def lease(
+        self,
+        nbytes: int,
+        dtype: torch.dtype = torch.uint8,
+        shape: Optional[Sequence[int]] = None,
+        *,
+        timeout: Optional[float] = 0.0,
+        zero: bool = True,
+    ) -> Lease:
+        """Lends `nbytes`, page-aligned, as a `LockedTensor` of this dtype and shape.
+
+        Several leases share a buffer where they fit.
+
+        Args:
+            nbytes: bytes to reserve, rounded up to whole pages; at least what the tensor needs.
+            dtype: of the tensor.
+            shape: of the tensor; None is one dimension of as many elements as fit `nbytes`.
+            timeout: seconds to wait for room; None waits as long as it takes.
+            zero: fill everything reserved with zeros, padding too. Otherwise it holds what was there.
+
+        Raises:
+            PoolExhaustedError: no room, within the timeout.
+            ValueError: `nbytes` exceeds a buffer, or is too little for the tensor.
+        """
+        shape = (nbytes // dtype.itemsize,) if shape is None else tuple(shape)
+        count = torch.Size(shape).numel()
+        if nbytes < count * dtype.itemsize or nbytes < 0:
+            raise ValueError(f"{nbytes} bytes are too few for shape {shape} of {dtype}")
+        if nbytes > self.buffer_bytes:
+            raise ValueError(f"{nbytes:,} bytes exceed a buffer of this pool ({self.buffer_bytes:,})")
+        if count == 0:
+            return Lease(torch.empty(shape, dtype=dtype), 0)
+        slot = self._wait_for(page_aligned(nbytes), timeout)
+        # Its storage keeps `memory` alive, so that the slot comes back with the last view, whoever has it.
+        memory = (ctypes.c_ubyte * slot.nbytes).from_address(
+            self._buffers.addresses[slot.buffer] + slot.offset
+        )
+        weakref.finalize(memory, _give_back, self._buffers, slot).atexit = False
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        if zero:
+            flat.zero_()
+        tensor = flat[: count * dtype.itemsize].view(dtype).view(shape)
+        return Lease(tag(tensor), slot.nbytes)
+
+    def _wait_for(self, nbytes: int, timeout: Optional[float]) -> _Slot:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+            raise self._exhausted(nbytes)
+        try:
+            while (slot := self._buffers.take(nbytes)) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise self._exhausted(nbytes)
+                try:
+                    self._buffers.returned.put(self._buffers.returned.get(timeout=left))
+                except queue.Empty:
+                    raise self._exhausted(nbytes) from None
+            return slot
+        finally:
+            self._turn.release()
+
+    def _exhausted(self, nbytes: int) -> PoolExhaustedError:
+        available = self.available_bytes()
+        return PoolExhaustedError(
+            nbytes,
+            available,
+            f"{nbytes:,} bytes are needed and at most {available:,} are free in one piece of a pool of "
+            f"{self.count} buffers of {self.buffer_bytes:,}: release leases, wait with timeout=, "
+            "or make the pool larger",
+        )
+
+    def __repr__(self) -> str:
+        return f"<SwapBufferPool {self.available()} of {self.count} x {self.buffer_bytes:,} bytes free>"
+
+
+def _give_back(buffers: _Buffers, slot: _Slot) -> None:
+    buffers.returned.put(slot)  # never a lock: a finalizer may run inside any other call

@@ -1,0 +1,164 @@
+"""Reading and writing extents through a handle, and counting what it costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple, Optional
+
+import torch
+
+from locked_tensor.handle import AioHandle, IoTicket, aio_handle
+from locked_tensor.swap.pool import Lease, SwapBufferPool
+from locked_tensor.swap.store import Extent, page_aligned
+
+
+class SwapStats(NamedTuple):
+    """What has been swapped, and what it cost."""
+
+    bytes_read: int
+    bytes_written: int
+    io_seconds: float  #: in which something was under way
+    wait_seconds: float  #: in which a caller stood waiting for it
+
+    @property
+    def overlap(self) -> float:
+        """The share of the I/O's time in which the program went on; 0 when nothing was moved."""
+        return max(0.0, 1 - self.wait_seconds / self.io_seconds) if self.io_seconds > 0 else 0.0
+
+
+class Pending:
+    """One transfer under way. Keeps its tensor's memory until it has ended."""
+
+    def __init__(self, io: SwapIo, ticket: IoTicket, extent: Extent, lease: Optional[Lease]) -> None:
+        self._io = io
+        self._ticket = ticket
+        self._extent = extent
+        self._lease = lease
+        self._is_under_way = True
+
+    def done(self) -> bool:
+        """Has it ended, well or not?"""
+        if self._ticket.done():
+            self._settle(0.0)
+            return True
+        return False
+
+    def drain(self) -> None:
+        """Waits for the end, however it ends; what it failed with is left for `wait`."""
+        began = time.perf_counter()
+        self._ticket.exception()
+        self._settle(time.perf_counter() - began)
+
+    def wait(self) -> None:
+        """Waits for the end.
+
+        Raises:
+            OSError, ShortReadError: it failed; an OSError names the swap file.
+        """
+        self.drain()
+        failure = self.failure()
+        if isinstance(failure, OSError):
+            failure.filename = str(self._extent.path)
+        if failure is not None:
+            raise failure
+
+    def failure(self) -> Optional[BaseException]:
+        """Waits for the end and returns what it failed with, or None."""
+        return self._ticket.exception()
+
+    def _settle(self, waited_seconds: float) -> None:
+        if self._is_under_way:
+            self._is_under_way = False
+            self._lease = None
+            self._io._ended(waited_seconds)
+
+
+class SwapIo:
+    """Moves tensors between memory and extents. Makes its own handle when given none. Thread-safe."""
+
+    def __init__(self, handle: Optional[AioHandle], staging_bytes: int = 8 << 20) -> None:
+        self._owns_handle = handle is None
+        self.handle = aio_handle(staging_bytes=staging_bytes) if handle is None else handle
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._stats = SwapStats(0, 0, 0.0, 0.0)
+
+    def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Pending:
+        """Starts to fill the tensor from `offset` bytes into the extent."""
+        return self._start(extent, tensor, offset, None, is_read=True)
+
+    def write(
+        self, extent: Extent, tensor: torch.Tensor, offset: int = 0, *, lease: Optional[Lease] = None
+    ) -> Pending:
+        """Starts to write the tensor; a lease given is released when it has ended."""
+        return self._start(extent, tensor, offset, lease, is_read=False)
+
+    def stats(self) -> SwapStats:
+        """What was moved so far."""
+        with self._lock:
+            return self._stats
+
+    def close(self) -> None:
+        """Closes the handle if it was made here."""
+        if self._owns_handle:
+            self.handle.close()
+
+    def _start(
+        self, extent: Extent, tensor: torch.Tensor, offset: int, lease: Optional[Lease], is_read: bool
+    ) -> Pending:
+        submit = self.handle.submit_pread if is_read else self.handle.submit_pwrite
+        ticket = submit(tensor, extent.fd, extent.offset + offset)
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+            moved = tensor.nbytes
+            self._stats = self._stats._replace(
+                bytes_read=self._stats.bytes_read + (moved if is_read else 0),
+                bytes_written=self._stats.bytes_written + (0 if is_read else moved),
+            )
+        return Pending(self, ticket, extent, lease)
+
+    def _ended(self, waited_seconds: float) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            busy = time.perf_counter() - self._busy_since if self._in_flight == 0 else 0.0
+            self._stats = self._stats._replace(
+                io_seconds=self._stats.io_seconds + busy,
+                wait_seconds=self._stats.wait_seconds + waited_seconds,
+            )
+
+
+class Spiller:
+    """Writes ordinary tensors to extents, copied first, so that they may change or go at once.
+
+    The copies are leases of `pool`; when it has no room, the oldest writes are waited for.
+    """
+
+    def __init__(self, io: SwapIo, pool: SwapBufferPool) -> None:
+        self._io = io
+        self._pool = pool
+        self._writes: list[Pending] = []
+
+    def spill(self, extent: Extent, tensor: torch.Tensor) -> list[Pending]:
+        """Copies the tensor's elements in logical order and starts to write them; the writes."""
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        started = []
+        for begin in range(0, flat.numel(), self._pool.buffer_bytes):
+            part = flat[begin : begin + self._pool.buffer_bytes]
+            lease = self.lease(part.numel())
+            lease.tensor[: part.numel()].copy_(part)
+            lease.tensor[part.numel() :].zero_()
+            started.append(self._io.write(extent, lease.tensor, begin, lease=lease))
+        self._writes += started
+        return started
+
+    def lease(self, nbytes: int) -> Lease:
+        """A lease of whole pages that hold `nbytes`, uninitialised; waits for writes to make room."""
+        nbytes = page_aligned(nbytes)
+        self._writes = [write for write in self._writes if not write.done()]
+        while self._pool.available_bytes() < nbytes and self._writes:
+            self._writes.pop(0).drain()
+        return self._pool.lease(nbytes, zero=False)
