@@ -47,9 +47,10 @@ _REFUSED = {
     torch.optim.LBFGS: "its state is a history over all parameters at once, kept under the first of them"
 }
 
-_BUFFERS = 4  # one read, one updated, one written, and one to spare
-_LARGEST_BUFFER = 64 << 20
+_BUFFERS = 8  # one is updated, three are read ahead, the rest are written
+_LARGEST_BUFFER = 32 << 20
 _CUT_ELEMENTS = 4096  # pieces begin at multiples, so that their bytes begin at whole pages
+_LARGEST_ELEMENT = 16  # bytes of state for an element: four of fp32
 
 
 class OptimizerSwapStats(NamedTuple):
@@ -87,7 +88,7 @@ class SwappedOptimizer(Optimizer):
 
     Raises:
         ValueError: an optimizer that cannot be swapped, `differentiable=True`, a parameter that is
-            not on the CPU, or `max_locked_bytes` of less than 20 pages.
+            not on the CPU, or too small a `max_locked_bytes`.
         OSError: the folder may not be written.
         LockLimitError: so much memory may not be locked.
     """
@@ -108,8 +109,9 @@ class SwappedOptimizer(Optimizer):
         _check_class(optimizer_class, kwargs)
         budget = 256 << 20 if max_locked_bytes is None else max_locked_bytes
         buffer_bytes = min(budget // (_BUFFERS + 1), _LARGEST_BUFFER) // page_aligned(1) * page_aligned(1)
-        if buffer_bytes < 4 * page_aligned(1):
-            least = 4 * (_BUFFERS + 1) * page_aligned(1)
+        smallest = _LARGEST_ELEMENT * _CUT_ELEMENTS
+        if buffer_bytes < smallest:
+            least = smallest * (_BUFFERS + 1)
             raise ValueError(f"max_locked_bytes must be at least {least}, got {max_locked_bytes}")
         self._optimizer_class = optimizer_class
         self._options = kwargs
@@ -329,9 +331,8 @@ class SwappedOptimizer(Optimizer):
             and is_dense(own)
             and all(each.shape == own.shape and each.stride == own.stride() for each in fields)
         ):
-            fitting = (self._pool.buffer_bytes // element_bytes) // _CUT_ELEMENTS * _CUT_ELEMENTS
-            owner.is_cut = fitting > 0
-            count = fitting or count
+            owner.is_cut = True
+            count = _piece_elements(own.numel(), self._pool.buffer_bytes // element_bytes)
         owner.pieces = [
             Piece(owner, start, min(start + count, own.numel())) for start in range(0, own.numel(), count or 1)
         ] or [Piece(owner, 0, 0)]
@@ -448,6 +449,12 @@ def _check_class(optimizer_class: Type[Optimizer], options: dict[str, Any]) -> N
         raise ValueError(f"optimizer_class must be a torch.optim.Optimizer, got {optimizer_class!r}")
     if options.get("differentiable"):
         raise ValueError("differentiable=True needs the state in memory: it cannot be swapped")
+
+
+def _piece_elements(count: int, most: int) -> int:
+    """Elements of each piece, so that pieces are of like length and none has more than `most`."""
+    pieces = -(-count // (most // _CUT_ELEMENTS * _CUT_ELEMENTS))
+    return -(-count // (pieces * _CUT_ELEMENTS)) * _CUT_ELEMENTS
 
 
 def _step_of(optimizer: Optimizer) -> None:

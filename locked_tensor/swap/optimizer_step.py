@@ -16,6 +16,9 @@ from locked_tensor.swap.store import page_aligned
 from locked_tensor.swap.transfer import Pending, SwapIo
 from locked_tensor.tensor import as_plain
 
+_READ_AHEAD = 3  # chunks: their lengths and the disk's pace vary
+
+
 @dataclass(eq=False)
 class Part:
     """A piece in a chunk: its group, and its state while it is in memory."""
@@ -90,7 +93,7 @@ class Pipeline:
             OSError, ShortReadError: the disk failed. The state of chunks that were updated and could
                 not be written stays in memory; chunks after them are as they were.
         """
-        ahead = 1 if self._is_overlapped else 0
+        ahead = _READ_AHEAD if self._is_overlapped else 0
         started = 0
         try:
             for index, chunk in enumerate(chunks):
