@@ -1,7 +1,9 @@
 """State on disk: buffer pool, tensors by name, optimizer state, parameters and saved activations."""
 
+from locked_tensor.swap.activations import save_on_disk
 from locked_tensor.swap.optimizer import OptimizerSwapStats, SwappedOptimizer
 from locked_tensor.swap.pool import BufferState, Lease, PoolExhaustedError, SwapBufferPool
+from locked_tensor.swap.transfer import SwapStats
 
 __all__ = [
     "BufferState",
@@ -9,5 +11,7 @@ __all__ = [
     "OptimizerSwapStats",
     "PoolExhaustedError",
     "SwapBufferPool",
+    "SwapStats",
     "SwappedOptimizer",
+    "save_on_disk",
 ]

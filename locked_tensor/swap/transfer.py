@@ -152,7 +152,8 @@ class Spiller:
             lease.tensor[: part.numel()].copy_(part)
             lease.tensor[part.numel() :].zero_()
             started.append(self._io.write(extent, lease.tensor, begin, lease=lease))
-        self._writes += started
+            self._writes.append(started[-1])
+            del lease  # the write has it
         return started
 
     def lease(self, nbytes: int) -> Lease:
