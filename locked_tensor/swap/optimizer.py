@@ -348,7 +348,7 @@ class SwappedOptimizer(Optimizer):
             tiny = torch.zeros(2, dtype=dtype)
             tiny.grad = torch.zeros_like(tiny)
             trial = self._optimizer_class([{**options, "params": [tiny]}], **self._options)
-            _step_of(trial)
+            step_without_hooks(trial)
             self._layouts[known] = {
                 key: value.dtype
                 for key, value in trial.state[tiny].items()
@@ -375,7 +375,7 @@ class SwappedOptimizer(Optimizer):
             if part.state:
                 inner.state[tensor] = part.state
         try:
-            _step_of(inner)
+            step_without_hooks(inner)
             for part, tensor in zip(parts, tensors):
                 part.state = dict(inner.state[tensor])
         finally:
@@ -457,7 +457,7 @@ def _piece_elements(count: int, most: int) -> int:
     return -(-count // (pieces * _CUT_ELEMENTS)) * _CUT_ELEMENTS
 
 
-def _step_of(optimizer: Optimizer) -> None:
+def step_without_hooks(optimizer: Optimizer) -> None:
     """The class's own step, without the hooks that torch wraps around it: they run once, around ours."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):

@@ -101,7 +101,7 @@ class _Buffers:
 class Lease:
     """Some of a pool's locked memory, until it is released and nothing uses its tensor any more.
 
-    A context manager that gives the tensor and releases at the end.
+    A context manager that gives the tensor and releases at the end. Dropped without, it goes back too.
     """
 
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
@@ -116,8 +116,12 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Gives the lease up: its memory goes back now, or with the last view of its tensor. Idempotent."""
-        self._tensor = None
+        """Gives the lease up. Its tensor is empty then; its memory goes back now, or with the last view
+        of it. Idempotent."""
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            with torch.no_grad():
+                tensor.set_()
 
     def __enter__(self) -> torch.Tensor:
         return self.tensor
