@@ -190,3 +190,28 @@ def test_locked_memory_stays_within_its_bound(disk_folder):
     assert 0 < max(worst) - before <= 20 << 20
     with pytest.raises(ValueError, match="max_locked_bytes must be at least"):
         save_on_disk(disk_folder, max_locked_bytes=4096)
+
+
+def test_a_graph_that_is_not_used_whole_leaves_nothing(disk_folder):
+    x = torch.randn(100, 100, requires_grad=True)
+    gc.disable()
+    try:
+        with save(disk_folder) as saved:
+            y = x.exp()
+            small = y[0, :3].tanh()  # stays in memory, saved by the node that made it
+        del saved
+        y.sum().backward()
+        del y, small
+        assert os.listdir(disk_folder) == []
+    finally:
+        gc.enable()
+
+
+def test_a_kept_tensor_that_was_changed_is_refused_as_by_torch(disk_folder):
+    x = torch.randn(10, requires_grad=True)
+    with save(disk_folder):
+        y = x.exp()
+        z = y.sum()
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()

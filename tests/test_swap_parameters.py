@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import locked_tensor as lt
-from locked_tensor.swap import SwappedOptimizer, SwappedParameters
+from locked_tensor.swap import SwappedOptimizer, SwappedParameters, save_on_disk
 
 
 def transformer(layers=24):
@@ -228,3 +228,25 @@ def test_dropping_it_without_closing_leaves_no_file(disk_folder):
 
     gc.collect()
     assert os.listdir(disk_folder) == []
+
+
+def test_activations_go_to_disk_too(disk_folder):
+    plain, model = transformer(6), transformer(6)
+    plain(BATCH).square().mean().backward()
+    with swap(model, disk_folder):
+        with save_on_disk(disk_folder, min_bytes=4096, max_locked_bytes=5 << 16) as saved:
+            loss = model(BATCH).square().mean()
+        loss.backward()
+        assert saved.stats().bytes_written > 6 * 10 * BATCH.nbytes
+        assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_refused_as_by_torch(disk_folder):
+    model = transformer(6)
+    with swap(model, disk_folder) as swapped:
+        loss = model(BATCH).square().mean()
+        weight = model.layers[2].linear1._parameters.get("weight")
+        with swapped.gather(weight), torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -14,6 +14,7 @@ from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import SwapBufferPool
+from locked_tensor.swap.saved import Kept, Packed, take
 from locked_tensor.swap.store import PAGE_BYTES, Extent, SwapStore
 from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats
 
@@ -57,7 +58,7 @@ class save_on_disk(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         offload = _Offload(folder, aio_handle, max_locked_bytes, max(min_bytes, 1))
         self._offload = offload
-        super().__init__(offload.pack, _unpack)
+        super().__init__(offload.pack, take)
 
     def __enter__(self) -> save_on_disk:  # type: ignore[override]
         super().__enter__()
@@ -102,8 +103,11 @@ class _Packed:
     """What autograd holds: a saved tensor, and what brings it back."""
 
     def __init__(self, offload: _Offload, saved: _Saved) -> None:
-        self.offload = offload
-        self.saved = saved
+        self._offload = offload
+        self._saved = saved
+
+    def take(self) -> torch.Tensor:
+        return self._offload.unpack(self._saved)
 
 
 class _Offload:
@@ -127,9 +131,9 @@ class _Offload:
         self._count = 0
         weakref.finalize(self, _close, self.io, self.store, self._dropped)
 
-    def pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _Packed]:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         if not self._goes_to_disk(tensor):
-            return tensor
+            return Kept(tensor)
         with self._lock:
             self._collect()
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
@@ -140,9 +144,8 @@ class _Offload:
                     return _Packed(self, saved)
             saved = self._save(tensor)
             self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(saved)
-            weakref.finalize(
-                saved, _drop, self._living, self._known, key, saved.number, self._dropped, saved.extent, saved.writes
-            ).atexit = False
+            owned = (self._living, self._known, key, saved.number, self._dropped, saved.extent, saved.writes)
+            weakref.finalize(saved, _drop, *owned).atexit = False
             return _Packed(self, saved)
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
@@ -176,10 +179,6 @@ class _Offload:
                 self.store.free(extent)
             else:
                 self._dropped.append((extent, writes))
-
-
-def _unpack(packed: Union[torch.Tensor, _Packed]) -> torch.Tensor:
-    return packed.offload.unpack(packed.saved) if isinstance(packed, _Packed) else packed
 
 
 def _drop(

@@ -62,6 +62,10 @@ class Unit:
         start = self.memory.data_ptr()
         return start <= address < start + self.nbytes
 
+    def entry_at(self, offset: int) -> Entry:
+        """The entry that has the byte at `offset`."""
+        return max((entry for entry in self.entries if entry.offset <= offset), key=lambda entry: entry.offset)
+
 
 class Partition(NamedTuple):
     """The units of a module, and which of them each module needs while it runs."""

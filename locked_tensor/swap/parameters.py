@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Iterable, NamedTuple, Optional, Union
+from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer import step_without_hooks
 from locked_tensor.swap.parameter_units import Unit, fill, partition, placeholder
 from locked_tensor.swap.pool import PoolExhaustedError, SwapBufferPool
+from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
 from locked_tensor.swap.store import PAGE_BYTES, SwapStore
 from locked_tensor.swap.transfer import SwapIo, SwapStats
 from locked_tensor.tensor import as_plain
@@ -72,6 +73,7 @@ class SwappedParameters:
         self._last: Optional[tuple[bool, int]] = None
         self._next: dict[tuple[bool, int], tuple[bool, int]] = {}
         self._saved_hooks: list[Any] = []
+        self._around: list[Optional[Hooks]] = []
         self._running: list[tuple[nn.Module, list[Unit]]] = []  # what each module that runs keeps
         self._removers: list[Any] = []
         self._store = SwapStore(folder)
@@ -361,7 +363,8 @@ class SwappedParameters:
     @torch._disable_dynamo
     def _before_module(self, module: nn.Module, arguments: Any) -> None:
         self._is_forward = True
-        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._around.append(hooks_around())
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, take)
         saved.__enter__()
         self._saved_hooks.append(saved)
 
@@ -369,14 +372,15 @@ class SwappedParameters:
     def _after_module(self, module: nn.Module, arguments: Any, result: Any) -> None:
         self._is_forward = False
         self._saved_hooks.pop().__exit__(None, None, None)
+        self._around.pop()
 
     @torch._disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> Union[torch.Tensor, _ParameterView]:
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         for unit in self._parts.units:
             if unit.holds(tensor.data_ptr()):
-                offset = tensor.data_ptr() - _memory_of(unit).data_ptr()
-                return _ParameterView(self, unit, offset, tensor.dtype, tensor.shape, tensor.stride())
-        return tensor
+                return _ParameterView(self, unit, tensor)
+        around = self._around[-1]
+        return Kept(tensor) if around is None else PassedOn(tensor, around)
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Puts maps of the swap file in the place of placeholders."""
@@ -496,33 +500,31 @@ class _Gathered:
             self._owner._leave(self._used.pop())
 
 
-class _ParameterView(NamedTuple):
+class _ParameterView:
     """A saved tensor that lies in a parameter, which is dropped and brought back meanwhile."""
 
-    owner: SwappedParameters
-    unit: Unit
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    def __init__(self, owner: SwappedParameters, unit: Unit, tensor: torch.Tensor) -> None:
+        self._owner = owner
+        self._unit = unit
+        self._offset = tensor.data_ptr() - _memory_of(unit).data_ptr()
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._entry = unit.entry_at(self._offset)
+        self._version = self._entry.tensor._version
+
+    def take(self) -> torch.Tensor:
+        check_unchanged(self._entry.tensor, self._version)
+        self._owner._use(self._unit)
+        try:
+            memory = _memory_of(self._unit)[self._offset :]
+            memory = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize]
+            return memory.view(self._dtype).as_strided(self._shape, self._stride)
+        finally:
+            self._owner._leave(self._unit)
 
 
 def _function(method: Callable[..., None]) -> Callable[..., None]:
     """A plain function, on which torch sets attributes."""
     return lambda *arguments: method(*arguments)
-
-
-@torch._disable_dynamo
-def _unpack(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, _ParameterView):
-        return packed
-    packed.owner._use(packed.unit)
-    try:
-        memory = _memory_of(packed.unit)[packed.offset :]
-        memory = memory[: memory.numel() // packed.dtype.itemsize * packed.dtype.itemsize]
-        return memory.view(packed.dtype).as_strided(packed.shape, packed.stride)
-    finally:
-        packed.owner._leave(packed.unit)
 
 
 def _memory_of(unit: Unit) -> torch.Tensor:
