@@ -1,5 +1,7 @@
 # make demo   sets up what is missing, builds, and runs the main job
 # make test   the same set-up, then every test
+# make lint   types, and the form of Python and C++
+# make dist   the sdist and the wheel in dist/, both installed and tried in clean environments
 #
 # Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
 # TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
@@ -64,7 +66,11 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	@touch $@
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
-	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel
+	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel mypy ruff
+	@touch $@
+
+$(ENVIRONMENT)/lint-packages: $(ENVIRONMENT)/built pyproject.toml
+	$(PYTHON) -m pip install -q mypy ruff numpy
 	@touch $@
 
 native: native-asan native-tsan
@@ -72,8 +78,12 @@ native: native-asan native-tsan
 native-asan native-tsan: native-%: $(STAMPS)/system
 	$(MAKE) --no-print-directory -C tests/cpp -j$(MAX_JOBS) $*
 
-lint: setup
-	clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+lint: $(ENVIRONMENT)/lint-packages
+	$(PYTHON) -m mypy
+	$(PYTHON) -m ruff check locked_tensor tests setup.py
+	@if command -v clang-format >/dev/null; \
+	  then clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.h'); \
+	  else echo "clang-format is not installed: the C++ half is not checked"; fi
 
 dist: setup
 	$(PYTHON) -m pip install -q build

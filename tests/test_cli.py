@@ -8,6 +8,7 @@ import pytest
 import locked_tensor as lt
 from locked_tensor.cli import main
 
+
 def shown(capsys) -> str:
     return " ".join(capsys.readouterr().out.split())
 

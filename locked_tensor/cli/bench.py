@@ -13,7 +13,6 @@ from rich.table import Table
 
 from locked_tensor.cli.plot import plot_figures, plot_path
 
-
 # The groups of measurements, in the order of the help. Each module has add_parser(groups).
 GROUPS = (
     "locked_tensor.cli.bench_memory",

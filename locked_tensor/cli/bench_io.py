@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -118,12 +119,8 @@ class _Bench:
             for threads in (1, 2):
                 peer = module.aio_handle(BLOCK, depth, False, True, threads)
                 buffer = peer.new_cpu_locked_tensor(self.nbytes, torch.empty(0, dtype=torch.uint8))
-                works[f"DeepSpeed write {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pwrite(
-                    buffer, path
-                )
-                works[f"DeepSpeed read {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pread(
-                    buffer, path
-                )
+                works[f"DeepSpeed write {depth} {threads}"] = partial(peer.sync_pwrite, buffer, path)
+                works[f"DeepSpeed read {depth} {threads}"] = partial(peer.sync_pread, buffer, path)
         return works
 
     # --- views ---
@@ -138,8 +135,8 @@ class _Bench:
         }
         works: Works = {}
         for name, view in views.items():
-            works[f"write {name}"] = lambda view=view: handle.sync_pwrite(view, self.path)
-            works[f"read {name}"] = lambda view=view: handle.sync_pread(view, self.path)
+            works[f"write {name}"] = partial(handle.sync_pwrite, view, self.path)
+            works[f"read {name}"] = partial(handle.sync_pread, view, self.path)
         costs = interleaved(works, self.rounds)
         for operation in ("write", "read"):
             for name in ("narrow", "4 KiB runs", "64 KiB runs"):
@@ -232,14 +229,14 @@ class _Bench:
             target.wait()
 
         def batch() -> None:
-            handle.submit_batch([("read", block, path, 4096 * i) for i, block in enumerate(blocks)])
+            handle.submit_batch([lt.IoRequest("read", block, path, 4096 * i) for i, block in enumerate(blocks)])
             handle.wait()
 
         def one(read: Callable[[int], object]) -> None:
             for i in range(500):
                 read(4096 * (i * 7 % count))
 
-        block_view = memoryview(self.pool.numpy())[:4096]
+        block_view = self.pool[:4096].numpy().data
         works: Works = {
             "async_pwrite": lambda: calls(handle, "async_pwrite", blocks),
             "async_pread": lambda: calls(handle, "async_pread", blocks),

@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from dataclasses import replace
-from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from locked_tensor.settings import AioSettings
 
@@ -44,16 +44,15 @@ class Space(NamedTuple):
 
     def neighbours(self, settings: AioSettings) -> Iterator[AioSettings]:
         """One step in each direction of each axis."""
-        axes = {
+        axes: dict[str, Sequence[Any]] = {
             "block_size": self.block_sizes,
             "queue_depth": self.queue_depths,
             "intra_op_parallelism": self.parallelisms,
         }
         for name, values in axes.items():
             here = values.index(getattr(settings, name))
-            for there in (here - 1, here + 1):
-                if 0 <= there < len(values):
-                    yield replace(settings, **{name: values[there]})
+            for value in (*values[max(0, here - 1) : here], *values[here + 1 : here + 2]):
+                yield replace(settings, **{name: value})
         for engine in self.engines:
             if engine != settings.engine:
                 yield replace(settings, engine=engine)
