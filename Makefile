@@ -1,7 +1,7 @@
 # make demo   sets up what is missing, builds, and runs the main job
 # make test   the same set-up, then every test
 # make lint   types, and the form of Python and C++
-# make dist   the sdist and the wheel in dist/, both installed and tried in clean environments
+# make dist   the sdist in dist/ and the wheel made from it, installed and tried in a clean environment
 #
 # Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
 # TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
@@ -22,7 +22,7 @@ STAMPS := $(CURDIR)/build/stamps
 ENVIRONMENT := $(STAMPS)/$(subst /,_,$(PYTHON))# what is installed in one is not in another
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test setup native native-asan native-tsan lint dist clean
+.PHONY: demo test setup native native-asan native-tsan native-bare lint dist clean
 
 demo: $(ENVIRONMENT)/built
 	$(PYTHON) -m locked_tensor demo
@@ -73,9 +73,9 @@ $(ENVIRONMENT)/lint-packages: $(ENVIRONMENT)/built pyproject.toml
 	$(PYTHON) -m pip install -q mypy ruff numpy
 	@touch $@
 
-native: native-asan native-tsan
+native: native-asan native-tsan native-bare
 
-native-asan native-tsan: native-%: $(STAMPS)/system
+native-asan native-tsan native-bare: native-%: $(STAMPS)/system
 	$(MAKE) --no-print-directory -C tests/cpp -j$(MAX_JOBS) $*
 
 lint: $(ENVIRONMENT)/lint-packages
@@ -85,9 +85,14 @@ lint: $(ENVIRONMENT)/lint-packages
 	  then clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.h'); \
 	  else echo "clang-format is not installed: the C++ half is not checked"; fi
 
-dist: setup
-	$(PYTHON) -m pip install -q build
+dist: $(ENVIRONMENT)/dist-packages
+	rm -rf dist
 	$(PYTHON) -m build --no-isolation
+	PYTHON=$(PYTHON) tests/try_dist.sh dist
+
+$(ENVIRONMENT)/dist-packages: $(ENVIRONMENT)/python
+	$(PYTHON) -m pip install -q build rich
+	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info locked_tensor/_C.*.so
