@@ -66,9 +66,15 @@ def plot_figures(path: Path, title: str, figures: Sequence[Figure]) -> None:
     for unit, (panel,) in zip(units, panels):
         shown = [figure for figure in figures if figure.unit == unit][::-1]  # barh begins at the bottom
         values = [figure.value for figure in shown]
-        below = [0.0 if figure.low is None else figure.value - figure.low for figure in shown]
-        above = [0.0 if figure.high is None else figure.high - figure.value for figure in shown]
-        panel.barh([figure.what for figure in shown], values, xerr=(below, above), height=0.7, capsize=2)
+        panel.barh([figure.what for figure in shown], values, height=0.7)
+        ranged = [(row, figure) for row, figure in enumerate(shown) if figure.low is not None]
+        panel.hlines(
+            [row for row, _ in ranged],
+            [figure.low for _, figure in ranged],
+            [figure.high for _, figure in ranged],
+            color="black",
+            linewidth=1.2,
+        )
         if unit == "x":
             panel.axvline(1.0, color="black", linewidth=0.8)
         panel.set_xlabel({"x": "ratio", "": "share"}.get(unit, unit))
