@@ -66,7 +66,7 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	@touch $@
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
-	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel mypy ruff
+	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel matplotlib mypy ruff
 	@touch $@
 
 $(ENVIRONMENT)/lint-packages: $(ENVIRONMENT)/built pyproject.toml

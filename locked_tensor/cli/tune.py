@@ -137,7 +137,7 @@ def compare(trial: Trial, winners: Winners, deadline: float) -> Reference:
 
     ours: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     device: dict[str, list[float]] = {name: [] for name in OPERATIONS}
-    is_fio = bool(fio("read"))
+    is_fio = fio_figures(trial.paths, trial.nbytes, "read", *USUAL) is not None
     for number in range(REFERENCE_ROUNDS):
         if number > 0 and time.monotonic() >= deadline:
             break
