@@ -2,6 +2,7 @@
 # make test   the same set-up, then every test
 # make lint   types, and the form of Python and C++
 # make dist   the sdist in dist/ and the wheel made from it, installed and tried in a clean environment
+# make docs   the pages and the API reference in build/docs, every link checked
 #
 # Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
 # TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
@@ -22,7 +23,7 @@ STAMPS := $(CURDIR)/build/stamps
 ENVIRONMENT := $(STAMPS)/$(subst /,_,$(PYTHON))# what is installed in one is not in another
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test setup native native-asan native-tsan native-bare lint dist clean
+.PHONY: demo test setup native native-asan native-tsan native-bare lint dist docs clean
 
 demo: $(ENVIRONMENT)/built
 	$(PYTHON) -m locked_tensor demo
@@ -66,7 +67,7 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	@touch $@
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
-	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel matplotlib mypy ruff
+	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel matplotlib mypy pdoc ruff
 	@touch $@
 
 $(ENVIRONMENT)/lint-packages: $(ENVIRONMENT)/built pyproject.toml
@@ -92,6 +93,13 @@ dist: $(ENVIRONMENT)/dist-packages
 
 $(ENVIRONMENT)/dist-packages: $(ENVIRONMENT)/python
 	$(PYTHON) -m pip install -q build rich
+	@touch $@
+
+docs: $(ENVIRONMENT)/docs-packages
+	$(PYTHON) docs/build.py build/docs
+
+$(ENVIRONMENT)/docs-packages: $(ENVIRONMENT)/built
+	$(PYTHON) -m pip install -q pdoc
 	@touch $@
 
 clean:
