@@ -37,6 +37,21 @@ def test_examples_run_and_leave_nothing(example, disk_folder):
     assert os.listdir(disk_folder) == []
 
 
+def examples_of_help() -> list[str]:
+    found = []
+    for command in ("doctor", "demo", "bench", "tune"):
+        text = run([sys.executable, "-m", "locked_tensor", command, "--help"], ROOT).stdout
+        found += re.findall(r"example: (locked-tensor .*)", text)
+    return found
+
+
+def test_examples_of_help_run(disk_folder):
+    examples = examples_of_help()
+    assert examples
+    for example in examples:
+        test_commands_run(example, disk_folder)
+
+
 @pytest.mark.parametrize("commands", named("bash"))
 def test_commands_run(commands, disk_folder):
     """As they stand, but on less: a tensor of 8 MiB, one round, half a second."""
