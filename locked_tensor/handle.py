@@ -13,6 +13,7 @@ import torch
 from locked_tensor import _C
 from locked_tensor.awaiting import CompletionEvents
 from locked_tensor.memory import log_milestones
+from locked_tensor.settings import read_settings
 from locked_tensor.tensor import tag
 
 File = Union[str, bytes, "os.PathLike[str]", int]
@@ -62,6 +63,25 @@ class AioHandle(_C.AioHandleBase):
             at `wait`.
         ShortReadError: the file ended before the buffer was full.
     """
+
+    @classmethod
+    def from_file(
+        cls, path: Union[str, "os.PathLike[str]"], *, best_for: Optional[str] = None, **settings: Any
+    ) -> AioHandle:
+        """A handle with the settings that a file holds.
+
+        Args:
+            path: what `locked-tensor tune --save FILE` wrote, or a DeepSpeed configuration (JSON with
+                an "aio" object).
+            best_for: "read" or "write" for what was found best for that alone; None for what serves both.
+            settings: arguments of `aio_handle` that take the place of the file's.
+
+        Raises:
+            ValueError: the file is not such a file, or a setting in it is unknown, of another type or
+                out of its bounds.
+            OSError: the file cannot be read, or the engine that it names is refused by the kernel.
+        """
+        return aio_handle(**{**read_settings(path, best_for), **settings})
 
     def get_alignment(self) -> int:
         """Bytes that sizes should be a multiple of for speed; nothing has to be (DeepSpeed's name)."""

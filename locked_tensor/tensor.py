@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, SupportsIndex
 
 import torch
 
@@ -19,10 +19,10 @@ class LockedTensor(torch.Tensor):
     which stays true to the bytes after `set_`, `.data =` or `share_memory_`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no classmethod
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -87,7 +87,7 @@ class LockedTensor(torch.Tensor):
         memo[id(self)] = result
         return result
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # What is pickled is an ordinary tensor, which loads where this package is not installed.
         return _as_ordinary(self).__reduce_ex__(protocol)
 

@@ -2,11 +2,17 @@
 
 import json
 import os
+import sys
+import time
 
 import pytest
+import torch
 
 import locked_tensor as lt
 from locked_tensor.cli import main
+from locked_tensor.cli.bench import GROUPS, Figure, show
+from locked_tensor.cli.measure import interleaved
+
 
 def shown(capsys) -> str:
     return " ".join(capsys.readouterr().out.split())
@@ -77,6 +83,68 @@ def test_bench_io_gives_every_figure_and_leaves_nothing(disk_folder, monkeypatch
     assert all(row["value"] >= 0 for row in figures.values())
 
 
+def test_bench_io_compares_with_the_peers_that_are_installed(disk_folder, monkeypatch):
+    from locked_tensor.cli import bench_files
+
+    monkeypatch.setattr(bench_files, "nixl_api", lambda: None)
+    with lt.locked_memory():
+        tensor = torch.empty(1 << 20, dtype=torch.uint8).fill_(7)
+    found = {figure.what: figure for figure in bench_files.compare_files(disk_folder, tensor, rounds=2)}
+    for what in ("save and fsync", "load, not cached"):
+        figure = found[f"{what}: ours"]
+        assert figure.unit == "GB/s" and 0 < figure.low <= figure.value <= figure.high
+        assert found[f"{what}: our bandwidth / numpy's"].value > 0
+    assert os.listdir(disk_folder) == []
+
+
+def test_bench_draws_its_figures(disk_folder, capsys):
+    pytest.importorskip("matplotlib")
+    picture = disk_folder / "figures.png"
+    found = [Figure("one", 2.0, "GB/s", 1.0, 3.0), Figure("two", 0.5, "x"), Figure("three", 0.25, "")]
+    assert show("bench", found, None, picture) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1 to 3" in shown(capsys)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(disk_folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--folder", str(disk_folder), "--plot", "map.png"])
+    assert ended.value.code == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", [name.rpartition("bench_")[2] for name in GROUPS])
+def test_every_bench_explains_itself(group, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", group, "--help"])
+    assert ended.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_interleaved_takes_turns_and_prepares_untimed():
+    done = []
+    costs = interleaved(
+        {"a": lambda: done.append("a"), "b": lambda: time.sleep(0.01)},
+        rounds=2,
+        prepare=lambda name: (done.append(f"for {name}"), time.sleep(0.05)),
+    )
+    assert done == ["for a", "a", "for b"] * 3
+    assert costs["a"].wall < 0.05 and costs["b"].wall >= 0.01
+    assert costs["b"].wall_least <= costs["b"].wall <= costs["b"].wall_most
+
+
 def test_bench_refuses_a_disk_that_it_would_fill(disk_folder, capsys):
     assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", str(1 << 60)]) == 2
     assert "too little free space" in capsys.readouterr().err
+
+
+def test_bench_swap_gives_every_figure_and_leaves_nothing(disk_folder, capsys):
+    path = disk_folder / "figures.json"
+    arguments = ["--parameters", "40000", "--rounds", "1", "--json", str(path)]
+    assert main(["bench", "swap", "--folder", str(disk_folder), *arguments]) == 0
+    found = {figure["what"]: figure["value"] for figure in json.loads(path.read_text())}
+    assert found["0 M parameters, AdamW: pipelined / without"] > 0
+    assert any(what.endswith("forward / in memory") for what in found)
+    assert found["forward and backward, save_on_disk / save_on_cpu"] > 0
+    assert os.listdir(disk_folder) == ["figures.json"]

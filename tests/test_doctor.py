@@ -172,3 +172,10 @@ def test_doctor_finds_a_missing_folder_and_a_file_to_be_problems(disk_folder, ca
     (disk_folder / "file").touch()
     assert main(["doctor", str(disk_folder / "file")]) == 1
     assert "is not a folder" in capsys.readouterr().out
+
+
+def test_doctor_json_is_for_programs_even_where_colours_are_forced(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["doctor", "--json"]) in (0, 1)
+    text = capsys.readouterr().out
+    assert "kernel" in {finding["subject"] for finding in json.loads(text)}

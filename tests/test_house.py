@@ -18,7 +18,9 @@ FLOORS = {
     "bindings": ["os", "memory", "allocator", "io", "handle", "dispatch"],
 }
 WITHOUT_TORCH = ["os", "memory", "io", "handle"]
-PYTHON_STAIR = ["errors", "engines", "tensor", "memory", "awaiting", "handle", "__init__", "swap", "cli", "__main__"]
+PYTHON_STAIR = """
+    errors engines tensor memory awaiting settings handle __init__ swap cli __main__
+""".split()
 
 
 def includes(path: Path) -> list[str]:

@@ -275,7 +275,7 @@ def test_closures_hooks_scaler_and_clipping_work_as_with_any_optimizer(disk_fold
                 scaler.step(optimizer)
                 scaler.update()
 
-            def closure():
+            def closure(model=model, optimizer=optimizer):
                 optimizer.zero_grad()
                 loss = model(batch).square().mean()
                 loss.backward()

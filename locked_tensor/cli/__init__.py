@@ -10,14 +10,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Runs one command; returns the exit status: 0 well, 1 found a problem, 2 could not run."""
     from rich.console import Console
 
-    from locked_tensor.cli import bench, demo, doctor
+    from locked_tensor.cli import bench, demo, doctor, tune
 
     parser = argparse.ArgumentParser(
         prog="locked-tensor",
         description="Page-locked CPU tensors that move to and from NVMe at the speed of the device.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (doctor, demo, bench):
+    for command in (doctor, demo, bench, tune):
         command.add_parser(commands)
     chosen = parser.parse_args(arguments)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)

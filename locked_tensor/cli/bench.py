@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from rich.console import Console
 from rich.table import Table
+
+from locked_tensor.cli.plot import plot_figures, plot_path
+
+# The groups of measurements, in the order of the help. Each module has add_parser(groups).
+GROUPS = (
+    "locked_tensor.cli.bench_memory",
+    "locked_tensor.cli.bench_io",
+    "locked_tensor.cli.bench_tune",
+    "locked_tensor.cli.bench_swap",
+)
 
 
 class Figure(NamedTuple):
@@ -17,6 +28,8 @@ class Figure(NamedTuple):
     what: str
     value: float
     unit: str
+    low: Optional[float] = None  #: the least of the rounds, where rounds were kept
+    high: Optional[float] = None  #: the most
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,25 +40,60 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "its files.",
     )
     groups = parser.add_subparsers(metavar="GROUP", required=True)
-    from locked_tensor.cli import bench_io, bench_memory, bench_swap
-
-    for group in (bench_memory, bench_io, bench_swap):
-        group.add_parser(groups)
+    for name in GROUPS:
+        importlib.import_module(name).add_parser(groups)
 
 
-def show(title: str, figures: list[Figure], json_file: Optional[Path]) -> int:
-    """Prints the figures as a table and, if asked, writes them as JSON."""
+def show(
+    title: str, figures: list[Figure], json_file: Optional[Path], plot_file: Optional[Path] = None
+) -> int:
+    """Prints the figures as a table and, if asked, writes them as JSON and as a picture."""
     table = Table(title=title)
     table.add_column("what")
     table.add_column("figure", justify="right")
     table.add_column("unit")
+    has_spread = any(figure.low is not None for figure in figures)
+    if has_spread:
+        table.add_column("of all rounds")
     for figure in figures:
-        table.add_row(figure.what, f"{figure.value:.4g}", figure.unit)
+        cells = [figure.what, f"{figure.value:.4g}", figure.unit]
+        if has_spread:
+            cells.append("" if figure.low is None else f"{figure.low:.4g} to {figure.high:.4g}")
+        table.add_row(*cells)
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps([figure._asdict() for figure in figures], indent=1))
+    if plot_file is not None:
+        plot_figures(plot_file, title, figures)
     return 0
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as JSON")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """`--json` and `--plot`, for `show`."""
+    add_json_option(parser)
+    parser.add_argument(
+        "--plot",
+        type=plot_path,
+        metavar="FILE.png",
+        help="draw the figures, bars with the range of all rounds (needs matplotlib)",
+    )
+
+
+def add_disk_options(parser: argparse.ArgumentParser, nbytes: int) -> None:
+    """What a measurement of files asks for."""
+    add_folder_options(parser)
+    parser.add_argument(
+        "--bytes", type=int, default=nbytes, help=f"of the large tensor (default: {nbytes >> 20} MiB)"
+    )
+
+
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """What every measurement of a disk asks for."""
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)"
+    )
+    parser.add_argument("--yes", action="store_true", help="no warning that writing wears a drive")

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.bench import Figure, add_disk_options, add_output_options, show
+from locked_tensor.cli.bench_files import compare_files
+from locked_tensor.cli.disk import check_space, may_wear
 from locked_tensor.cli.measure import Cost, interleaved
 from locked_tensor.cli.peers import deepspeed_aio, fio_figures
 
 Works = dict[str, Callable[[], object]]
 DEPTH = 32
 BLOCK = 1 << 20
+FILES = 4  # of --bytes, there at once at most
+WRITES_EACH_ROUND = 17  # of --bytes, about, with every peer there
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("io", help="reading and writing files", description=__doc__)
-    add_json_option(parser)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)")
-    parser.add_argument("--bytes", type=int, default=1 << 30, help="of the large tensor (default: 1 GiB)")
+    add_output_options(parser)
+    add_disk_options(parser, 1 << 30)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
-    parser.set_defaults(
-        run=lambda chosen: show("bench io", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="beside fio and DeepSpeed also NIXL, torch.save, safetensors and numpy, where installed",
     )
+    parser.set_defaults(run=run)
 
 
-def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
-    if shutil.disk_usage(folder).free < 4 * nbytes:
-        raise ValueError(f"{folder} has too little free space: this writes up to {3 * nbytes:,} bytes")
+def run(chosen: argparse.Namespace) -> int:
+    check_space(chosen.folder, FILES * chosen.bytes)
+    written = WRITES_EACH_ROUND * chosen.bytes * (chosen.rounds + 1)
+    if not may_wear([chosen.folder], written, chosen.yes):
+        return 1
+    found = figures(chosen.folder, chosen.bytes, chosen.rounds, chosen.compare)
+    return show("bench io", found, chosen.json, chosen.plot)
+
+
+def figures(folder: Path, nbytes: int, rounds: int, is_compared: bool = False) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
-        return _Bench(Path(work), nbytes, rounds).run()
+        bench = _Bench(Path(work), nbytes, rounds)
+        found = bench.run()
+        return found + compare_files(Path(work), bench.pool, rounds) if is_compared else found
 
 
 class _Bench:
@@ -66,7 +81,8 @@ class _Bench:
         self.found.append(Figure(what, value, unit))
 
     def add_cost(self, what: str, cost: Cost, nbytes: int) -> None:
-        self.add(what, nbytes / cost.wall / 1e9, "GB/s")
+        low, high = nbytes / cost.wall_most / 1e9, nbytes / cost.wall_least / 1e9
+        self.found.append(Figure(what, nbytes / cost.wall / 1e9, "GB/s", low, high))
         self.add(f"{what}: CPU", cost.cpu / (nbytes / 1e9), "s/GB")
 
     # --- 1 GiB of locked memory beside fio and DeepSpeed ---
@@ -118,12 +134,8 @@ class _Bench:
             for threads in (1, 2):
                 peer = module.aio_handle(BLOCK, depth, False, True, threads)
                 buffer = peer.new_cpu_locked_tensor(self.nbytes, torch.empty(0, dtype=torch.uint8))
-                works[f"DeepSpeed write {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pwrite(
-                    buffer, path
-                )
-                works[f"DeepSpeed read {depth} {threads}"] = lambda peer=peer, buffer=buffer: peer.sync_pread(
-                    buffer, path
-                )
+                works[f"DeepSpeed write {depth} {threads}"] = partial(peer.sync_pwrite, buffer, path)
+                works[f"DeepSpeed read {depth} {threads}"] = partial(peer.sync_pread, buffer, path)
         return works
 
     # --- views ---
@@ -138,8 +150,8 @@ class _Bench:
         }
         works: Works = {}
         for name, view in views.items():
-            works[f"write {name}"] = lambda view=view: handle.sync_pwrite(view, self.path)
-            works[f"read {name}"] = lambda view=view: handle.sync_pread(view, self.path)
+            works[f"write {name}"] = partial(handle.sync_pwrite, view, self.path)
+            works[f"read {name}"] = partial(handle.sync_pread, view, self.path)
         costs = interleaved(works, self.rounds)
         for operation in ("write", "read"):
             for name in ("narrow", "4 KiB runs", "64 KiB runs"):
@@ -232,14 +244,14 @@ class _Bench:
             target.wait()
 
         def batch() -> None:
-            handle.submit_batch([("read", block, path, 4096 * i) for i, block in enumerate(blocks)])
+            handle.submit_batch([lt.IoRequest("read", block, path, 4096 * i) for i, block in enumerate(blocks)])
             handle.wait()
 
         def one(read: Callable[[int], object]) -> None:
             for i in range(500):
                 read(4096 * (i * 7 % count))
 
-        block_view = memoryview(self.pool.numpy())[:4096]
+        block_view = self.pool[:4096].numpy().data
         works: Works = {
             "async_pwrite": lambda: calls(handle, "async_pwrite", blocks),
             "async_pread": lambda: calls(handle, "async_pread", blocks),

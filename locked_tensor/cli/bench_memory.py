@@ -7,13 +7,13 @@ import random
 import statistics
 import subprocess
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.bench import Figure, add_output_options, show
 from locked_tensor.cli.measure import interleaved
 from locked_tensor.cli.peers import deepspeed_aio
 
@@ -25,9 +25,9 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = groups.add_parser(
         "memory", help="allocation, reuse and lookup of locked memory", description=__doc__
     )
-    add_json_option(parser)
+    add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
-    parser.set_defaults(run=lambda chosen: show("bench memory", figures(chosen.rounds), chosen.json))
+    parser.set_defaults(run=lambda chosen: show("bench memory", figures(chosen.rounds), chosen.json, chosen.plot))
 
 
 def figures(rounds: int) -> list[Figure]:
@@ -118,6 +118,10 @@ def _exactness() -> list[Figure]:
     return [Figure("locked beyond what was asked, tensors of 1 MiB and more, worst", worst, "bytes")]
 
 
+def _drawn_tensor(choose: random.Random) -> torch.Tensor:
+    return lt._C.new_claimed_tensor(int(2 ** choose.uniform(9, 23)), torch.uint8)
+
+
 def _fragmentation() -> list[Figure]:
     found = []
     for name, limit in (("0", 0), ("default", None)):
@@ -126,8 +130,7 @@ def _fragmentation() -> list[Figure]:
         if limit is not None:
             lt.set_cache_limit(limit)
         choose = random.Random(8212)
-        draw = lambda: int(2 ** choose.uniform(9, 23))  # noqa: E731
-        live = [lt._C.new_claimed_tensor(draw(), torch.uint8) for _ in range(2000)]
+        live: list[Optional[torch.Tensor]] = [_drawn_tensor(choose) for _ in range(2000)]
         worst = 0.0
         for _ in range(10):
             for index in choose.sample(range(2000), 1000):
@@ -135,7 +138,7 @@ def _fragmentation() -> list[Figure]:
             worst = max(worst, lt.memory_reserved() / lt.memory_allocated() if limit == 0 else 0.0)
             for index in range(2000):
                 if live[index] is None:
-                    live[index] = lt._C.new_claimed_tensor(draw(), torch.uint8)
+                    live[index] = _drawn_tensor(choose)
             worst = max(worst, lt.memory_reserved() / lt.memory_allocated())
         found.append(Figure(f"2,000 tensors of 512 B to 8 MiB, refilled: locked / live, cache limit {name}", worst, "x"))
         del live

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Callable
@@ -11,34 +10,37 @@ from typing import Any, Callable
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.bench import Figure, add_folder_options, add_output_options, show
+from locked_tensor.cli.disk import check_space, may_wear
 from locked_tensor.cli.measure import Cost, interleaved
 
 BUDGET = 512 << 20
 PARAMETER_ELEMENTS = 10_000_000
+BYTES_AT_ONCE = 24  # for each parameter: three times Adam's state
+BYTES_EACH_ROUND = 52  # for each parameter: both optimizers, three states each, and the raw writes
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("swap", help="training and running models from disk", description=__doc__)
-    add_json_option(parser)
-    parser.add_argument(
-        "--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)"
-    )
+    add_output_options(parser)
+    add_folder_options(parser)
     parser.add_argument(
         "--parameters", type=int, default=200_000_000, help="of the model, fp32 (default: 200 million)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
-    parser.set_defaults(
-        run=lambda chosen: show(
-            "bench swap", figures(chosen.folder, chosen.parameters, chosen.rounds), chosen.json
-        )
-    )
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    check_space(chosen.folder, BYTES_AT_ONCE * chosen.parameters)
+    written = BYTES_EACH_ROUND * chosen.parameters * (chosen.rounds + 1)
+    if not may_wear([chosen.folder], written, chosen.yes):
+        return 1
+    found = figures(chosen.folder, chosen.parameters, chosen.rounds)
+    return show("bench swap", found, chosen.json, chosen.plot)
 
 
 def figures(folder: Path, parameters: int, rounds: int) -> list[Figure]:
-    needed = 20 * parameters
-    if shutil.disk_usage(folder).free < 2 * needed:
-        raise ValueError(f"{folder} has too little free space: this writes up to {needed:,} bytes")
     with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
         return [
             *_optimizer(Path(work), parameters, rounds, fused=False),

@@ -43,7 +43,7 @@ def run(folder: Optional[Path], as_json: bool, console: Optional[Console] = None
     if folder is not None:
         findings += _examined_folder(folder)
     if as_json:
-        console.print_json(json.dumps([finding._asdict() for finding in findings]))
+        console.out(json.dumps([finding._asdict() for finding in findings], indent=2), highlight=False)
     else:
         console.print(render(findings), markup=False)
     return 1 if any(finding.is_problem for finding in findings) else 0

@@ -144,7 +144,7 @@ class SwappedOptimizer(Optimizer):
                 self.param_groups.pop()
                 raise ValueError(f"{self._optimizer_class.__name__} does not take sharded parameters")
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One optimization step; returns what the closure returns.
 
         Parameters without a gradient cause no I/O and keep their state.

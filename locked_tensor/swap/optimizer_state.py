@@ -159,6 +159,8 @@ def as_global(value: Any, param: torch.Tensor) -> Any:
         return value
     from torch.distributed.tensor import DTensor
 
+    if not isinstance(param, DTensor):
+        raise InternalError(f"a {type(param).__name__} has a part of its own and is not sharded")
     return DTensor.from_local(
         value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

@@ -115,7 +115,8 @@ def _packed_bytes(tensors: list[tuple[str, torch.Tensor]], parts: Partition) -> 
 
 
 def _add(module: nn.Module, name: str, tensors: list[tuple[str, torch.Tensor]], parts: Partition) -> None:
-    entries, offset = [], 0
+    entries: list[Entry] = []
+    offset = 0
     unit = Unit(len(parts.units), name or type(module).__name__, entries, 0)
     for path, tensor in tensors:
         if tensor in parts.unit_of:

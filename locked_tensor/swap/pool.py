@@ -15,7 +15,7 @@ import torch
 
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.store import page_aligned
-from locked_tensor.tensor import as_plain, tag
+from locked_tensor.tensor import tag
 
 
 class PoolExhaustedError(MemoryError):
@@ -121,7 +121,7 @@ class Lease:
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
             with torch.no_grad():
-                tensor.set_()
+                tensor.set_(torch.empty(0, dtype=tensor.dtype).untyped_storage(), 0, (0,), (1,))
 
     def __enter__(self) -> torch.Tensor:
         return self.tensor

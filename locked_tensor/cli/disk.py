@@ -1,0 +1,44 @@
+"""What a measurement owes the disk that it writes to: room left over, and a word before it wears a drive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from rich.console import Console
+
+WEARING_BYTES = 16 << 30  # from here on a warning: some ten-thousandth of what a small drive endures
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raises ValueError where `nbytes` of new files would leave less than a twentieth of the disk free."""
+    usage = shutil.disk_usage(folder)
+    if usage.free - nbytes < usage.total // 20:
+        raise ValueError(
+            f"{folder} has too little free space: this writes files of {nbytes:,} bytes in all, "
+            f"{usage.free:,} are free, and a twentieth of the disk ({usage.total // 20:,}) shall stay so"
+        )
+
+
+def may_wear(folders: Sequence[Path], nbytes: int, is_agreed: bool) -> bool:
+    """Warns before much is written and, where somebody is there to answer, asks.
+
+    Args:
+        nbytes: about as much will be written in all, over and over the same files.
+        is_agreed: `--yes`: neither warns nor asks.
+    """
+    if is_agreed or nbytes < WEARING_BYTES:
+        return True
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    names = ", ".join(os.fspath(folder) for folder in folders)
+    console.print(
+        f"This writes up to about {nbytes / 1e9:,.0f} GB to {names}, which wears a flash drive by as much "
+        "(--yes: no such warning).",
+        markup=False,
+    )
+    if not (sys.stdin is not None and sys.stdin.isatty()):
+        return True
+    return console.input("Go on? [y/N] ", markup=False).strip().lower() in ("y", "yes")
