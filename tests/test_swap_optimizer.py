@@ -473,3 +473,34 @@ def test_sharded_parameters_of_two_processes_train_to_the_same_bits(disk_folder)
     ran = subprocess.run([*command, str(path), str(disk_folder)], capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert os.listdir(disk_folder) == []
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+def test_gradients_on_disk_add_up_and_step_to_the_same_bits(disk_folder, name):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(width, 150, bias=name != "Muon") for width in (150, 150, 150))
+        models.append(torch.nn.Sequential(*layers))
+    cls = getattr(torch.optim, name)
+    plain = cls(models[0].parameters(), lr=0.01)
+    with make(models[1].parameters(), disk_folder, cls, lr=0.01, swap_gradients=True) as swapped:
+        for step in range(3):
+            for model, optimizer in zip(models, (plain, swapped)):
+                optimizer.zero_grad()
+                for part in range(2):  # accumulated
+                    torch.manual_seed(10 * step + part)
+                    model(torch.randn(8, 150)).square().mean().backward()
+                if optimizer is swapped:
+                    assert all(layer.weight.grad is None for layer in model)
+                    assert all(layer.bias is None or layer.bias.grad is not None for layer in model)  # small
+                optimizer.step()
+        for mine, other in zip(models[1].parameters(), models[0].parameters()):
+            assert torch.equal(mine, other)
+        before = models[1][0].weight.detach().clone()
+        swapped.zero_grad()
+        swapped.step()
+        assert torch.equal(models[1][0].weight, before)
+    models[1](torch.randn(8, 150)).sum().backward()
+    assert models[1][0].weight.grad is not None  # closed: gradients stay again
+    assert os.listdir(disk_folder) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, Callable
@@ -47,7 +48,7 @@ def figures(folder: Path, parameters: int, rounds: int) -> list[Figure]:
             *_optimizer(Path(work), parameters, rounds, fused=True),
             *_forward(Path(work), parameters, rounds, batch=1),
             *_forward(Path(work), parameters, rounds, batch=512),
-            *_activations(Path(work), rounds),
+            *_activations(Path(work), parameters, rounds),
         ]
 
 
@@ -137,7 +138,7 @@ def _optimizer(folder: Path, count: int, rounds: int, fused: bool) -> list[Figur
 def _forward(folder: Path, count: int, rounds: int, batch: int) -> list[Figure]:
     from locked_tensor.swap import SwappedParameters
 
-    width = 2048
+    width = min(2048, max(128, math.isqrt(count // 8)))
     layers = max(8, count // width**2)
 
     def model() -> torch.nn.Module:
@@ -168,14 +169,14 @@ def _forward(folder: Path, count: int, rounds: int, batch: int) -> list[Figure]:
     ]
 
 
-def _activations(folder: Path, rounds: int) -> list[Figure]:
+def _activations(folder: Path, count: int, rounds: int) -> list[Figure]:
     from locked_tensor.swap import save_on_disk
 
-    torch.manual_seed(0)
+    width = min(1024, max(128, math.isqrt(count // 8)))
     model = torch.nn.Sequential(
-        *(layer for _ in range(12) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU()))
+        *(layer for _ in range(12) for layer in (torch.nn.Linear(width, width), torch.nn.GELU()))
     )
-    x = torch.randn(2048, 1024)
+    x = torch.randn(2 * width, width)
 
     def train(context: Any) -> None:
         model.zero_grad()

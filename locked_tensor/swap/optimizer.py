@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
+from locked_tensor.swap.optimizer_gradients import SwappedGradients
 from locked_tensor.swap.optimizer_state import (
     Field,
     ParamState,
@@ -83,6 +84,9 @@ class SwappedOptimizer(Optimizer):
             staging memory beside it.
         pipeline: read the next part and write the last while one is updated.
         min_bytes: state tensors of smaller parameters stay in memory.
+        swap_gradients: gradients go to disk too, as backward makes them, and add up there until
+            `zero_grad`: `param.grad` is None after backward. What works on `param.grad` before the step
+            (clipping, `GradScaler`) then finds none.
         on_progress: called as `on_progress(done, total)` after each part of a step.
         **kwargs: `optimizer_class`'s own.
 
@@ -103,6 +107,7 @@ class SwappedOptimizer(Optimizer):
         max_locked_bytes: Optional[int] = None,
         pipeline: bool = True,
         min_bytes: int = 65536,
+        swap_gradients: bool = False,
         on_progress: Optional[Callable[[int, int], None]] = None,
         **kwargs: Any,
     ) -> None:
@@ -117,6 +122,7 @@ class SwappedOptimizer(Optimizer):
         self._options = kwargs
         self._min_bytes = max(min_bytes, 1)
         self._on_progress = on_progress
+        self._gradients: Optional[SwappedGradients] = None
         self._states: dict[torch.Tensor, ParamState] = {}
         self._steps = 0
         self._is_closed = False
@@ -132,6 +138,11 @@ class SwappedOptimizer(Optimizer):
         self._io = SwapIo(aio_handle, staging_bytes=buffer_bytes)
         self._pool = SwapBufferPool(self._io.handle, _BUFFERS, buffer_bytes)
         self._pipeline = Pipeline(self._io, self._pool, self._update, self._min_bytes, pipeline)
+        if swap_gradients:
+            self._gradients = SwappedGradients(self._io, self._store, self._pool, self._min_bytes)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._gradients.watch(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state goes to disk too."""
@@ -143,6 +154,15 @@ class SwappedOptimizer(Optimizer):
             if local(param) is not param and self._optimizer_class not in _ELEMENTWISE:
                 self.param_groups.pop()
                 raise ValueError(f"{self._optimizer_class.__name__} does not take sharded parameters")
+        if self._gradients is not None:
+            for param in self.param_groups[-1]["params"]:
+                self._gradients.watch(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients on disk are forgotten too."""
+        super().zero_grad(set_to_none)
+        if self._gradients is not None:
+            self._gradients.clear()
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One optimization step; returns what the closure returns.
@@ -256,9 +276,12 @@ class SwappedOptimizer(Optimizer):
             return
         self._is_closed = True
         self._states.clear()
+        if self._gradients is not None:
+            self._gradients.close()
         self._io.close()
         self._store.close()
         del self._pool, self._pipeline
+        self._gradients = None
 
     def __enter__(self) -> SwappedOptimizer:
         return self
@@ -288,10 +311,10 @@ class SwappedOptimizer(Optimizer):
     def _active_parts(self) -> list[Part]:
         """Every piece of every parameter with a gradient, with room on disk for its state."""
         active = [(group, param) for group in self.param_groups for param in group["params"]]
-        active = [(group, param) for group, param in active if param.grad is not None]
+        active = [(group, param) for group, param in active if self._has_gradient(param)]
         is_cut_class = self._optimizer_class in _ELEMENTWISE
         for _, param in active:
-            if is_cut_class and param.grad.is_sparse:
+            if is_cut_class and param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(f"{self._optimizer_class.__name__} does not take sparse gradients")
         made = []
         try:
@@ -302,7 +325,15 @@ class SwappedOptimizer(Optimizer):
         except BaseException:
             self._forget(made)
             raise
-        return [Part(piece, group) for group, param in active for piece in self._states[param].pieces]
+        return [
+            Part(piece, group, gradient_extent=extent)
+            for group, param in active
+            for extent in [None if self._gradients is None else self._gradients.extent(param)]
+            for piece in self._states[param].pieces
+        ]
+
+    def _has_gradient(self, param: torch.Tensor) -> bool:
+        return param.grad is not None or (self._gradients is not None and self._gradients.has(param))
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> ParamState:
         """Room for a parameter that has no state yet, laid out as its optimizer is going to want it."""
@@ -324,9 +355,13 @@ class SwappedOptimizer(Optimizer):
         own = local(param)
         owner = ParamState(param, fields)
         element_bytes = sum(each.dtype.itemsize for each in fields)
+        whole_bytes = owner.nbytes
+        if self._gradients is not None and fields:
+            element_bytes += own.dtype.itemsize
+            whole_bytes += page_aligned(own.nbytes)
         count = own.numel()
         if (
-            owner.nbytes > self._pool.buffer_bytes
+            whole_bytes > self._pool.buffer_bytes
             and self._optimizer_class in _ELEMENTWISE
             and is_dense(own)
             and all(each.shape == own.shape and each.stride == own.stride() for each in fields)
@@ -360,7 +395,7 @@ class SwappedOptimizer(Optimizer):
 
     def _update(self, parts: list[Part]) -> None:
         """Runs the optimizer on some pieces and no others."""
-        tensors = [part.piece.tensor() for part in parts]
+        tensors = [part.piece.tensor(part.gradient) for part in parts]
         inner = self._inner
         groups: dict[int, dict[str, Any]] = {}
         for part, tensor in zip(parts, tensors):
@@ -381,6 +416,9 @@ class SwappedOptimizer(Optimizer):
         finally:
             inner.state.clear()
             inner.param_groups = []
+            for part, tensor in zip(parts, tensors):
+                if part.gradient is not None:
+                    tensor.grad = None  # it is on disk still
 
     def _not_updated(self, parts: list[Part]) -> list[torch.Tensor]:
         left = {id(part.piece.owner): part.piece.owner for part in parts if not part.is_updated}

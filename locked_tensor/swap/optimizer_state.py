@@ -54,21 +54,32 @@ class Piece:
         flat = memory[: self.nbytes_of(each)].view(each.dtype)
         return flat if self.owner.is_cut else flat.as_strided(each.shape, each.stride)
 
-    def tensor(self) -> torch.Tensor:
-        """What the optimizer updates: the parameter, or a flat view of the piece, with its gradient."""
-        owner = self.owner
-        param = owner.param
-        if not owner.is_cut and local(param) is param:
+    def tensor(self, from_disk: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """What the optimizer updates: the parameter, or a flat view of the piece, with its gradient.
+
+        A gradient that was on disk is given flat, in storage order.
+        """
+        param = self.owner.param
+        if not self.owner.is_cut and local(param) is param:
+            if from_disk is not None:
+                param.grad = from_disk.as_strided(param.shape, param.stride())
             return param
         own = local(param.detach())
-        gradient = None if param.grad is None else local(param.grad.detach())
-        if owner.is_cut:
-            own = in_storage_order(own)[self.start : self.stop]
-            if gradient is not None:
-                gradient = as_laid_out(gradient, local(param))
-                gradient = in_storage_order(gradient)[self.start : self.stop]
-        own.grad = gradient
+        if self.owner.is_cut:
+            flat = in_storage_order(own)[self.start : self.stop]
+            flat.grad = from_disk if from_disk is not None else self._part_of(param.grad)
+            return flat
+        if from_disk is not None:
+            own.grad = from_disk.as_strided(own.shape, own.stride())
+        elif param.grad is not None:
+            own.grad = local(param.grad.detach())
         return own
+
+    def _part_of(self, gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        if gradient is None:
+            return None
+        laid_out = as_laid_out(local(gradient.detach()), local(self.owner.param))
+        return in_storage_order(laid_out)[self.start : self.stop]
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import torch
 from locked_tensor.errors import InternalError
 from locked_tensor.swap.optimizer_state import Field, Piece, State
 from locked_tensor.swap.pool import Lease, SwapBufferPool
-from locked_tensor.swap.store import page_aligned
+from locked_tensor.swap.store import Extent, page_aligned
 from locked_tensor.swap.transfer import Pending, SwapIo
 from locked_tensor.tensor import as_plain
 
@@ -26,12 +26,19 @@ class Part:
     piece: Piece
     group: dict[str, Any]
     offset: int = 0  #: in the chunk's buffer
+    gradient_extent: Optional[Extent] = None  #: of the whole parameter, where its gradient is on disk
     state: State = field(default_factory=dict)
+    gradient: Optional[torch.Tensor] = None  #: flat, of the piece, once it is read
     is_updated: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(page_aligned(self.piece.nbytes_of(each)) for each in self.piece.owner.fields)
+        fields = sum(page_aligned(self.piece.nbytes_of(each)) for each in self.piece.owner.fields)
+        return fields + (page_aligned(self.gradient_bytes) if self.gradient_extent is not None else 0)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return (self.piece.stop - self.piece.start) * self.piece.owner.param.dtype.itemsize
 
     def slots(self) -> Iterator[tuple[Field, int, int]]:
         """Each field with where it lies in the chunk's buffer, and its whole pages in bytes."""
@@ -128,8 +135,10 @@ class Pipeline:
                 if each.key in part.piece.resident:
                     view.copy_(part.piece.resident[each.key])
                 else:
-                    _append(reads, _Run(part.piece, each, offset, nbytes))
+                    _append(reads, _run(part.piece, each, offset, nbytes))
                 part.state[each.key] = view
+            if part.gradient_extent is not None:
+                reads.append(self._gradient_run(part, chunk.memory))
             part.state |= {
                 key: value for key, value in part.piece.resident.items() if key not in part.state
             }
@@ -138,6 +147,15 @@ class Pipeline:
             self._io.read(run.extent, chunk.memory[run.offset : run.offset + run.nbytes], run.file_offset)
             for run in reads
         ]
+
+    def _gradient_run(self, part: Part, memory: torch.Tensor) -> _Run:
+        if part.gradient_extent is None:
+            raise InternalError("a part without a gradient on disk")
+        piece, nbytes = part.piece, page_aligned(part.gradient_bytes)
+        offset = part.offset + part.nbytes - nbytes
+        part.gradient = memory[offset : offset + part.gradient_bytes].view(piece.owner.param.dtype)
+        start = piece.start * piece.owner.param.dtype.itemsize
+        return _Run(part.gradient_extent, start, offset, nbytes)
 
     def _memory_for(self, chunk: Chunk) -> torch.Tensor:
         if chunk.nbytes > self._pool.buffer_bytes:  # one part that cannot be cut: staged by the handle
@@ -153,7 +171,7 @@ class Pipeline:
             self._keep(part, chunk.memory)
             for each, offset, nbytes in part.slots():
                 chunk.memory[offset + part.piece.nbytes_of(each) : offset + nbytes].zero_()
-                _append(writes, _Run(part.piece, each, offset, nbytes))
+                _append(writes, _run(part.piece, each, offset, nbytes))
         self._writing.append(chunk)
         chunk.pending = [
             self._io.write(run.extent, chunk.memory[run.offset : run.offset + run.nbytes], run.file_offset)
@@ -175,7 +193,7 @@ class Pipeline:
                 piece.resident[key] = value
             else:
                 piece.memory[key] = value
-        part.state = {}
+        part.state, part.gradient = {}, None
 
     def _finish_oldest(self) -> None:
         chunk = self._writing.popleft()
@@ -213,16 +231,20 @@ class Pipeline:
             chunk.pending, chunk.lease = [], None
 
 
+@dataclass
 class _Run:
     """Bytes that lie together in a swap file and in a chunk's buffer."""
 
-    def __init__(self, piece: Piece, each: Field, offset: int, nbytes: int) -> None:
-        if piece.owner.extent is None:
-            raise InternalError(f"the state {each.key} has no extent")
-        self.extent = piece.owner.extent
-        self.file_offset = piece.offset_of(each)  #: from the extent's start
-        self.offset = offset
-        self.nbytes = nbytes
+    extent: Extent
+    file_offset: int  #: from the extent's start
+    offset: int  #: in the buffer
+    nbytes: int
+
+
+def _run(piece: Piece, each: Field, offset: int, nbytes: int) -> _Run:
+    if piece.owner.extent is None:
+        raise InternalError(f"the state {each.key} has no extent")
+    return _Run(piece.owner.extent, piece.offset_of(each), offset, nbytes)
 
 
 def _append(runs: list[_Run], run: _Run) -> None:
