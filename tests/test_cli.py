@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -132,6 +134,21 @@ def test_interleaved_takes_turns_and_prepares_untimed():
     assert done == ["for a", "a", "for b"] * 3
     assert costs["a"].wall < 0.05 and costs["b"].wall >= 0.01
     assert costs["b"].wall_least <= costs["b"].wall <= costs["b"].wall_most
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_leaves_nothing(disk_folder, number):
+    arguments = ["tune", "--folder", str(disk_folder), "--bytes", str(8 << 20), "--seconds", "60", "--yes"]
+    with subprocess.Popen([sys.executable, "-m", "locked_tensor", *arguments], stderr=subprocess.PIPE, text=True) as ended:
+        deadline = time.monotonic() + 60
+        while not os.listdir(disk_folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert os.listdir(disk_folder)
+        ended.send_signal(number)
+        _, errors = ended.communicate(timeout=60)
+    assert ended.returncode == 130
+    assert "interrupted; nothing is left behind" in errors
+    assert os.listdir(disk_folder) == []
 
 
 def test_bench_refuses_a_disk_that_it_would_fill(disk_folder, capsys):
