@@ -116,7 +116,8 @@ class _Bench:
                 middle = sorted(fio[operation])[len(fio[operation]) // 2]
                 self.add(f"{operation}: our bandwidth / fio's", speed / middle[0], "x")
                 self.add(f"{operation}: default settings / fio's", default_speed / middle[0], "x")
-                self.add(f"{operation}: our CPU / fio's", used / middle[1], "x")
+                if middle[1] > 0:  # fio counts milliseconds, which little data does not take
+                    self.add(f"{operation}: our CPU / fio's", used / middle[1], "x")
             theirs = [cost for name, cost in costs.items() if name.startswith(f"DeepSpeed {operation}")]
             if theirs:
                 best = min(theirs, key=lambda cost: cost.wall)
