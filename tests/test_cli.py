@@ -154,3 +154,8 @@ def test_a_command_that_is_ended_leaves_nothing(disk_folder, number):
 def test_bench_refuses_a_disk_that_it_would_fill(disk_folder, capsys):
     assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", str(1 << 60)]) == 2
     assert "too little free space" in capsys.readouterr().err
+
+
+def test_bench_io_refuses_a_tensor_too_small_for_its_measurements(disk_folder, capsys):
+    assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", "4096"]) == 2
+    assert "--bytes must be at least 16,777,216, got 4,096" in capsys.readouterr().err
