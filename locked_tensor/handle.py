@@ -61,7 +61,11 @@ class AioHandle(_C.AioHandleBase):
             negative offset, a closed handle.
         OSError: the kernel refused; `errno` and `filename` say what. Asynchronous operations raise
             at `wait`.
-        ShortReadError: the file ended before the buffer was full.
+        ShortReadError: the file ended before the buffer was full; what the buffer holds then is
+            unspecified.
+
+    Leaving a `with` block closes the handle: what an operation failed with is raised there, with an
+    exception of the block itself as its `__context__`.
     """
 
     @classmethod
@@ -163,6 +167,8 @@ class AioHandle(_C.AioHandleBase):
             return self._completion_events
 
     def __enter__(self) -> AioHandle:
+        if self.closed:
+            raise ValueError("this handle is closed; make a new one with aio_handle()")
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -30,7 +32,7 @@ def test_demo_compares_every_byte_and_leaves_nothing(folder, capsys, nbytes):
 def test_demo_makes_its_own_input(disk_folder, capsys):
     assert main(["demo", "--folder", str(disk_folder)]) == 0
     text = shown(capsys)
-    assert "67,108,877 bytes of made" in text
+    assert "67,108,877 bytes of noise" in text
     assert "narrow: write" in text and "transposed: read" in text
     assert os.listdir(disk_folder) == []
 
@@ -39,7 +41,7 @@ def test_demo_under_an_ordinary_lock_limit_makes_a_smaller_file(disk_folder, run
     done = run_with_memlock(8192, "-m", "locked_tensor", "demo", "--folder", str(disk_folder))
     assert done.returncode == 0, done.stderr
     assert "RLIMIT_MEMLOCK is 8,388,608 bytes" in done.stdout
-    assert "4,194,317 bytes of made" in done.stdout
+    assert "4,194,317 bytes of noise" in done.stdout
     assert "every byte came back" in done.stdout
     assert os.listdir(disk_folder) == []
 
@@ -134,6 +136,21 @@ def test_interleaved_takes_turns_and_prepares_untimed():
     assert costs["b"].wall_least <= costs["b"].wall <= costs["b"].wall_most
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_leaves_nothing(disk_folder, number):
+    arguments = ["tune", "--folder", str(disk_folder), "--bytes", str(8 << 20), "--seconds", "60", "--yes"]
+    with subprocess.Popen([sys.executable, "-m", "locked_tensor", *arguments], stderr=subprocess.PIPE, text=True) as ended:
+        deadline = time.monotonic() + 60
+        while not os.listdir(disk_folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert os.listdir(disk_folder)
+        ended.send_signal(number)
+        _, errors = ended.communicate(timeout=60)
+    assert ended.returncode == 130
+    assert "interrupted; nothing is left behind" in errors
+    assert os.listdir(disk_folder) == []
+
+
 def test_bench_refuses_a_disk_that_it_would_fill(disk_folder, capsys):
     assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", str(1 << 60)]) == 2
     assert "too little free space" in capsys.readouterr().err
@@ -148,3 +165,8 @@ def test_bench_swap_gives_every_figure_and_leaves_nothing(disk_folder, capsys):
     assert any(what.endswith("forward / in memory") for what in found)
     assert found["forward and backward, save_on_disk / save_on_cpu"] > 0
     assert os.listdir(disk_folder) == ["figures.json"]
+
+
+def test_bench_io_refuses_a_tensor_too_small_for_its_measurements(disk_folder, capsys):
+    assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", "4096"]) == 2
+    assert "--bytes must be at least 16,777,216, got 4,096" in capsys.readouterr().err

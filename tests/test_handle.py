@@ -715,3 +715,57 @@ def test_device_tensors_are_staged_both_ways(handle, disk_folder):
     assert (disk_folder / "columns").read_bytes() == columns.cpu().contiguous().numpy().tobytes()
     with pytest.raises(ValueError, match="contiguous"):
         handle.sync_pread(columns, disk_folder / "columns")
+
+
+NOT_BUFFERS = {
+    "fake": lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(4)),
+    "zero": lambda: torch._efficientzerotensor(4),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("what", NOT_BUFFERS)
+def test_what_has_no_strided_memory_is_a_type_error_at_once(disk_folder, what):
+    buffer = NOT_BUFFERS[what]()
+    path = disk_folder / "file"
+    path.write_bytes(bytes(64))
+    with lt.aio_handle() as handle:
+        for use in (handle.sync_pread, handle.sync_pwrite, handle.async_pwrite, handle.submit_pread):
+            with pytest.raises(TypeError):
+                use(buffer, path)
+        for request in (("read", buffer, path), 1, "read"):
+            with pytest.raises((TypeError, ValueError)) as refused:
+                handle.submit_batch([request])
+            assert "cast" not in str(refused.value)
+        assert handle.wait() == 0
+    assert path.read_bytes() == bytes(64)
+
+
+def test_reading_into_elements_that_share_memory_is_refused(disk_folder):
+    path = disk_folder / "file"
+    path.write_bytes(bytes(1000))
+    base = torch.arange(100, dtype=torch.uint8)
+    with lt.aio_handle() as handle:
+        for shared in (base[:1].expand(10), base.as_strided((10, 10), (2, 1)), base.unfold(0, 4, 1)):
+            with pytest.raises(ValueError, match="share memory"):
+                handle.sync_pread(shared, path)
+        for apart in (base[::3], base.view(10, 10).t(), base.view(4, 25)[:, 1:9:2], base.view(1, 100)):
+            handle.sync_pread(apart, path)
+            assert bool((apart == 0).all())
+
+
+def test_messages_of_refused_files_are_sentences(disk_folder, tmpfs_folder):
+    tensor = torch.zeros(4096, dtype=torch.uint8)
+    os.mkfifo(disk_folder / "fifo")
+    with lt.aio_handle() as handle, lt.aio_handle(direct="require") as direct:
+        with pytest.raises(OSError, match=r"cannot open for reading \(it is no regular file or block device\)"):
+            handle.sync_pread(tensor, "/dev/zero")
+        with pytest.raises(OSError, match=r"cannot open for writing \(it is no regular file or block device\)"):
+            handle.sync_pwrite(tensor, disk_folder / "fifo")
+        with pytest.raises(OSError, match="cannot do direct I/O, which this file system does not grant, on"):
+            direct.sync_pwrite(tensor, tmpfs_folder / "file")
+    with pytest.raises(ValueError, match="closed"):
+        with handle:
+            pass

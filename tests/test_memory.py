@@ -616,3 +616,10 @@ def test_a_child_inherits_no_lock():
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert lt.is_locked(tensor)
+
+
+def test_more_memory_than_is_free_is_refused_before_the_kernel_looks_for_it():
+    with lt.locked_memory():
+        with pytest.raises(lt.LockLimitError, match="cannot find free memory .* are available. for 1.0 TiB"):
+            torch.empty(1 << 40, dtype=torch.uint8)
+        assert torch.empty(1 << 20, dtype=torch.uint8).is_locked()

@@ -1,10 +1,10 @@
 #include "bindings/io_arguments.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <algorithm>
 #include <deque>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "allocator/storage_hold.h"
 
@@ -40,18 +40,48 @@ std::string describe(const at::Tensor& tensor) {
          tensor.device().str() + " and layout " + c10::str(tensor.layout());
 }
 
+bool has_memory(const at::Tensor& buffer) {
+  return buffer.has_storage() &&
+         buffer.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+// Do elements share memory? Also true of some interleaved strides, which nobody reads into.
+bool may_overlap(const at::Tensor& buffer) {
+  if (buffer.is_contiguous()) {
+    return false;
+  }
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // (stride, size)
+  for (int64_t dimension = 0; dimension < buffer.dim(); ++dimension) {
+    if (buffer.size(dimension) > 1) {
+      dimensions.emplace_back(buffer.stride(dimension), buffer.size(dimension));
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t last_element = 0;  // of all dimensions with smaller strides
+  for (const auto& [stride, size] : dimensions) {
+    if (stride <= last_element) {
+      return true;
+    }
+    last_element += (size - 1) * stride;
+  }
+  return false;
+}
+
 void check_buffer(Operation operation, const at::Tensor& buffer) {
-  if (!buffer.defined() || buffer.layout() != c10::kStrided) {
+  if (!buffer.defined() || buffer.layout() != c10::kStrided || buffer.is_nested()) {
     throw py::type_error("buffer must be a strided tensor (to_dense() makes one), got " +
                          describe(buffer));
   }
   if (!buffer.device().is_cpu() && !buffer.device().is_cuda()) {
     throw py::value_error("buffer must be in CPU or CUDA memory, got " + describe(buffer));
   }
+  if (buffer.numel() > 0 && !has_memory(buffer)) {
+    throw py::type_error("buffer has no memory (a fake or zero tensor?), got " + describe(buffer));
+  }
   if (operation == Operation::kWrite) {
     return;
   }
-  if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) {
+  if (may_overlap(buffer)) {
     throw py::value_error(
         "cannot read into a tensor whose elements share memory (expanded?); clone() it first");
   }
@@ -151,6 +181,9 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
 }
 
 TransferSpec spec_of_request(py::handle request) {
+  if (PySequence_Check(request.ptr()) == 0) {
+    throw py::type_error("a request is an IoRequest, got " + std::string(py::repr(request)));
+  }
   const auto fields = py::cast<py::sequence>(request);
   if (fields.size() != 3 && fields.size() != 4) {
     throw py::value_error("a request is (\"read\" | \"write\", buffer, file, file_offset=0), got " +
@@ -160,6 +193,9 @@ TransferSpec spec_of_request(py::handle request) {
   if (operation != "read" && operation != "write") {
     throw py::value_error("a request's operation is \"read\" or \"write\", got \"" + operation +
                           "\"");
+  }
+  if (!THPVariable_Check(py::object(fields[1]).ptr())) {
+    throw py::type_error("a request's buffer is a tensor, got " + std::string(py::repr(fields[1])));
   }
   return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
                  {py::cast<at::Tensor>(fields[1])}, fields[2],

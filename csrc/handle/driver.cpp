@@ -45,7 +45,7 @@ const char* verb(Operation operation) {
 KernelError transfer_error(int errno_value, const Transfer& transfer, uint64_t bytes,
                            uint64_t offset) {
   return KernelError(errno_value,
-                     std::string(verb(transfer.operation)) + " of " + std::to_string(bytes) +
+                     std::string(verb(transfer.operation)) + " " + std::to_string(bytes) +
                          " bytes at offset " + std::to_string(offset) + " of",
                      transfer.file->path());
 }

@@ -46,10 +46,10 @@ void write_fully(int fd, const std::byte* data, uint64_t bytes, uint64_t offset,
       continue;
     }
     if (result <= 0) {
-      throw KernelError(result < 0 ? errno : EIO,
-                        "write of " + std::to_string(bytes) + " bytes at offset " +
-                            std::to_string(offset) + " of",
-                        path);
+      throw KernelError(
+          result < 0 ? errno : EIO,
+          "write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of",
+          path);
     }
     data += result;
     bytes -= static_cast<uint64_t>(result);
@@ -81,7 +81,7 @@ Road write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offse
     }
     if (result < 0 && errno != EINTR) {
       throw KernelError(errno,
-                        "direct write of " + std::to_string(bytes) + " bytes at offset " +
+                        "write " + std::to_string(bytes) + " bytes at offset " +
                             std::to_string(file_offset) + " of",
                         file.path());
     }

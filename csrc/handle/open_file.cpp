@@ -25,7 +25,8 @@ void check_kind(mode_t mode, Operation operation, const std::string& path) {
     throw KernelError(EISDIR, purpose(operation), path);
   }
   if (!S_ISREG(mode) && !S_ISBLK(mode)) {
-    throw KernelError(ESPIPE, std::string(purpose(operation)) + " at an offset", path);
+    throw KernelError(
+        ESPIPE, std::string(purpose(operation)) + " (it is no regular file or block device)", path);
   }
 }
 
@@ -104,9 +105,8 @@ OpenFile::OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMod
   if (!alignment_.is_direct || !has_flag || direct == DirectMode::kNever) {
     if (direct == DirectMode::kRequire) {
       throw KernelError(EOPNOTSUPP,
-                        has_flag
-                            ? "direct I/O is required, which this file system does not grant, to"
-                            : "direct I/O is required, which needs O_DIRECT, to",
+                        has_flag ? "do direct I/O, which this file system does not grant, on"
+                                 : "do direct I/O, for which a descriptor needs O_DIRECT, on",
                         path_);
     }
     alignment_.is_direct = false;

@@ -34,6 +34,9 @@ std::atomic<uint64_t> hugetlb_bytes{0};
 constexpr size_t kPopulateShareBytes = size_t{32} << 20;
 constexpr size_t kMostPopulateThreads = 8;
 
+// From here on it is asked first whether so much memory is free.
+constexpr size_t kCheckedBytes = size_t{256} << 20;
+
 // The system calls themselves: under a sanitizer libc's mlock does nothing and says it did.
 int kernel_mlock(void* begin, size_t bytes) {
   return static_cast<int>(::syscall(SYS_mlock, begin, bytes));
@@ -53,15 +56,19 @@ std::string show(const std::optional<uint64_t>& limit) {
   return limit ? format_bytes(*limit) : "unlimited";
 }
 
-// The number after `name` in /proc/self/status, 0 where there is none.
-uint64_t status_number(const std::string& name, int base) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
+// The number after `name` in a file of /proc, if it is there.
+std::optional<uint64_t> number_in(const char* path, const std::string& name, int base) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
     if (line.starts_with(name)) {
       return std::stoull(line.substr(name.size()), nullptr, base);
     }
   }
-  return 0;
+  return std::nullopt;
+}
+
+uint64_t status_number(const std::string& name, int base) {
+  return number_in("/proc/self/status", name, base).value_or(0);
 }
 
 uint64_t vm_locked_bytes() {
@@ -82,6 +89,18 @@ void check_limit(size_t bytes) {
   }
   if (vm_locked_bytes() + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
     throw LockRefused(bytes, ENOMEM, memlock_limit(), "lock");
+  }
+}
+
+// Refuses what would have the kernel kill a process to find the memory, whatever may be locked.
+void check_available(size_t bytes) {
+  if (bytes < kCheckedBytes) {
+    return;  // not worth reading a file for
+  }
+  const std::optional<uint64_t> kib = number_in("/proc/meminfo", "MemAvailable:", 10);
+  if (kib && bytes > *kib * 1024) {
+    throw LockRefused(bytes, ENOMEM, memlock_limit(),
+                      "find free memory (" + format_bytes(*kib * 1024) + " are available) for");
   }
 }
 
@@ -147,7 +166,9 @@ std::string remedy(int errno_value, const std::string& tried) {
     return "make room with \"echo N > /proc/sys/vm/nr_hugepages\" (N pages of 2 MiB), or ask for "
            "huge_pages=\"auto\"";
   }
-  if (errno_value == ENOMEM || errno_value == EAGAIN || errno_value == EPERM) {
+  const bool is_memory_short = tried.find("free memory") != std::string::npos;
+  if (!is_memory_short &&
+      (errno_value == ENOMEM || errno_value == EAGAIN || errno_value == EPERM)) {
     return "raise it with \"ulimit -l\" (or limits.conf), systemd LimitMEMLOCK=infinity, "
            "\"docker run --ulimit memlock=-1\" or CAP_IPC_LOCK; or ask for less";
   }
@@ -184,6 +205,7 @@ LockedPages::LockedPages(size_t bytes, const PageOptions& options) : options_(op
   size_ = align_up(bytes, page_size());
   if (!is_hugetlb) {
     check_limit(size_);
+    check_available(size_);
   }
   const bool wants_alignment = options.huge_pages == HugePages::kAuto && size_ >= kHugePageBytes;
   const size_t reserve = size_ + (wants_alignment ? kHugePageBytes - page_bytes() : 0);

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Optional, Sequence
+import contextlib
+import signal
+import threading
+from types import FrameType
+from typing import Iterator, Optional, Sequence
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -22,10 +26,28 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     chosen = parser.parse_args(arguments)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        return chosen.run(chosen)
+        with _terminated_like_interrupted():
+            return chosen.run(chosen)
     except (OSError, ValueError, MemoryError, EOFError) as error:
         errors.print(f"locked-tensor: {error}", markup=False)
         return 2
     except KeyboardInterrupt:
         errors.print("locked-tensor: interrupted; nothing is left behind")
         return 130
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM (of `timeout`, a batch system) unwinds as ctrl-C does, so that files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+
+    def interrupt(number: int, frame: Optional[FrameType]) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

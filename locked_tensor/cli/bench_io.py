@@ -21,6 +21,7 @@ from locked_tensor.cli.peers import deepspeed_aio, fio_figures
 Works = dict[str, Callable[[], object]]
 DEPTH = 32
 BLOCK = 1 << 20
+SMALL_BLOCKS = 4096  # of 4 KiB, in the large tensor
 FILES = 4  # of --bytes, there at once at most
 WRITES_EACH_ROUND = 17  # of --bytes, about, with every peer there
 
@@ -39,6 +40,8 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(chosen: argparse.Namespace) -> int:
+    if chosen.bytes < SMALL_BLOCKS * 4096:
+        raise ValueError(f"--bytes must be at least {SMALL_BLOCKS * 4096:,}, got {chosen.bytes:,}")
     check_space(chosen.folder, FILES * chosen.bytes)
     written = WRITES_EACH_ROUND * chosen.bytes * (chosen.rounds + 1)
     if not may_wear([chosen.folder], written, chosen.yes):
@@ -116,7 +119,8 @@ class _Bench:
                 middle = sorted(fio[operation])[len(fio[operation]) // 2]
                 self.add(f"{operation}: our bandwidth / fio's", speed / middle[0], "x")
                 self.add(f"{operation}: default settings / fio's", default_speed / middle[0], "x")
-                self.add(f"{operation}: our CPU / fio's", used / middle[1], "x")
+                if middle[1] > 0:  # fio counts milliseconds, which little data does not take
+                    self.add(f"{operation}: our CPU / fio's", used / middle[1], "x")
             theirs = [cost for name, cost in costs.items() if name.startswith(f"DeepSpeed {operation}")]
             if theirs:
                 best = min(theirs, key=lambda cost: cost.wall)
@@ -231,7 +235,7 @@ class _Bench:
     # --- 4 KiB at a time ---
 
     def small(self) -> None:
-        count = 4096
+        count = SMALL_BLOCKS
         blocks = [self.pool[4096 * i : 4096 * (i + 1)] for i in range(count)]
         path = str(self.path)
         handle = lt.aio_handle(BLOCK, 128)

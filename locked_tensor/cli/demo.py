@@ -76,7 +76,7 @@ def _lockable_bytes(console: Console) -> int:
 
 
 def _made_file(work: Path, nbytes: int) -> Path:
-    path = work / "made"
+    path = work / "noise"
     made = torch.randint(0, 256, (nbytes + ODD_BYTES,), dtype=torch.uint8)
     path.write_bytes(made.numpy().tobytes())
     return path

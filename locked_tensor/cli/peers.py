@@ -107,6 +107,8 @@ def fio_figures(
         return None
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     side = job["write" if operation == "write" else "read"]
+    if side["runtime"] == 0:  # in milliseconds: too little was moved to tell
+        return None
     seconds = side["runtime"] / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
     return side["io_bytes"] / seconds, cpu / (side["io_bytes"] / 1e9), side["iops"]
