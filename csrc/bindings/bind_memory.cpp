@@ -8,7 +8,6 @@
 #include "allocator/storage_hold.h"
 #include "bindings/bindings.h"
 #include "bindings/memory_errors.h"
-#include "dispatch/locked_dispatch.h"
 #include "memory/in_place_lock.h"
 #include "memory/range_registry.h"
 #include "os/mapping.h"
@@ -54,14 +53,6 @@ SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> nu
   }
   install_allocator_switch();
   return SavedMode{set_allocation_mode(mode)};
-}
-
-// Has a storage that was allocated locked stay so when it is resized, wherever that happens.
-void keep_locked(const at::Tensor& tensor) {
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (Block* block = block_of(storage->_mutable_data_ptr_no_checks())) {
-    storage->set_allocator(locked_allocator(block->pages));
-  }
 }
 
 // --- claims: new_cpu_locked_tensor and free_cpu_locked_tensor -----------------------------------
@@ -209,8 +200,6 @@ void bind_memory(py::module_& module) {
   module.def("leave_locked_mode", [](const SavedMode& saved) { set_allocation_mode(saved.mode); });
   module.def("is_switch_installed", &is_allocator_switch_installed);
   module.def("fall_back_count", &fall_back_count);
-  module.def("keep_locked", &keep_locked);
-  module.def("is_locked", &is_locked);
   module.def("new_claimed_tensor", &new_claimed_tensor);
   module.def("free_claimed_tensor", &free_claimed_tensor);
   module.def("lock_storage", &lock_storage);
