@@ -6,6 +6,7 @@
 
 #include "allocator/allocator_switch.h"
 #include "bindings/bindings.h"
+#include "bindings/fast_lanes.h"
 #include "bindings/operator_arguments.h"
 #include "bindings/tagging.h"
 #include "dispatch/locked_dispatch.h"
@@ -211,6 +212,9 @@ void bind_dispatch(py::module_& module) {
     set_locked_tensor_type(reinterpret_cast<PyTypeObject*>(locked_tensor.ptr()));
     Py_XSETREF(call_in_python, call.inc_ref().ptr());
     Py_XSETREF(tag_in_python, tag_results.inc_ref().ptr());
+    if (!add_fast_lanes(locked_tensor_type())) {
+      throw py::error_already_set();
+    }
   });
   PyModule_AddFunctions(module.ptr(), functions);
 }
