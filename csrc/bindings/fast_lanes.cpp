@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -77,7 +78,8 @@ bool may_take_lane(PyObject* self) {
   if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {
     return true;
   }
-  return !tensor.requires_grad() && !tensor._fw_grad(0).defined();
+  const bool has_history = tensor.requires_grad() && at::GradMode::is_enabled();
+  return !has_history && !tensor._fw_grad(0).defined();
 }
 
 const c10::DispatchKeySet kAboveTheLane =

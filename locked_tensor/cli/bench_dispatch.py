@@ -13,7 +13,7 @@ from locked_tensor.cli.measure import interleaved
 
 Works = dict[str, Callable[[], object]]
 Call = Callable[[torch.Tensor], object]
-CALLS = 2000  # of one measurement
+CALLS = 500  # of one measurement
 
 # By the method a user calls: short cuts of the class count.
 METHODS: dict[str, Call] = {
@@ -71,7 +71,7 @@ class SmallestSubclass(torch.Tensor):
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("dispatch", help="operators on locked tensors, one thread", description=__doc__)
     add_json_option(parser)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of each measurement (default: 9)")
+    parser.add_argument("--rounds", type=int, default=21, help="rounds of each measurement (default: 21)")
     parser.set_defaults(run=lambda chosen: show("bench dispatch", figures(chosen.rounds), chosen.json))
 
 
@@ -149,7 +149,7 @@ def _training_step(rounds: int) -> Iterator[Figure]:
 
         return step
 
-    costs = interleaved({"plain": step_of(torch.clone), "ours": step_of(lt.lock)}, max(3 * rounds, 15))
+    costs = interleaved({"plain": step_of(torch.clone), "ours": step_of(lt.lock)}, rounds)
     yield Figure("a training step, 4 layers of 512, batch 256", costs["ours"].wall * 1e3, "ms")
     yield Figure(
         "a training step, parameters locked / plain", costs["ours"].wall / costs["plain"].wall, "x"
