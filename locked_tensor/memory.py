@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locked_tensor import _C
-from locked_tensor.tensor import call_operator, tag, tag_results
+from locked_tensor.tensor import tag
 
 
 class MemlockLimit(NamedTuple):
@@ -32,7 +32,7 @@ class _TagAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
     ) -> Any:
-        return tag_results(call_operator(func, args, kwargs or {}))
+        return _C.dispatch_in_mode(func, types, args, kwargs)
 
 
 def _tag_what_torch_loads() -> None:

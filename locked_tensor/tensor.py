@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, Callable, Optional, SupportsIndex
 
@@ -21,17 +22,10 @@ class LockedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no classmethod
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Optional[dict[str, Any]] = None,
-    ) -> Any:
-        with torch._C._DisableTorchDispatch():
-            result = call_operator(func, args, kwargs or {})
-        return tag_results(result)
+    # Note [Dispatch in C++] A function of the compiled half: it calls the operator through its handle and
+    # makes LockedTensors of the results that the registry knows (csrc/dispatch/operator_table.h). What has
+    # no schema (higher-order operators) it hands to _call_in_python.
+    __torch_dispatch__ = _C.torch_dispatch  # type: ignore[assignment]
 
     def is_locked(self) -> bool:
         """Does the whole byte extent lie in live locked memory? The registry's answer."""
@@ -101,10 +95,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     return plain.requires_grad_(tensor.requires_grad) if tensor.requires_grad else plain
 
 
-# Note [Lazy conjugation] Above Python, torch resolves lazily conjugated and negated tensors and zero
-# tensors; on the way to a __torch_dispatch__ it excludes those keys, so an operator that makes such a view
-# inside itself (linalg.pinv of complex matrices) computes with the unconjugated bytes: wrong values, for
-# every subclass and mode in torch 2.13. So they are let in again around the operator.
+# See Note [Lazy conjugation] in csrc/dispatch/operator_call.cpp.
 _RESOLVED_ABOVE_PYTHON = (
     torch._C.DispatchKey.Conjugate,
     torch._C.DispatchKey.Negative,
@@ -112,31 +103,42 @@ _RESOLVED_ABOVE_PYTHON = (
 )
 
 
-def call_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator from within a `__torch_dispatch__`; see Note [Lazy conjugation]."""
+def _call_in_python(
+    func: Callable[..., Any], is_below_python: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What the compiled half does for operators with a schema: calls one and tags its results."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _RESOLVED_ABOVE_PYTHON:
         excluded = excluded.remove(key)
     included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded):
-        return func(*args, **kwargs)
+    with contextlib.ExitStack() as guards:
+        guards.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
+        if is_below_python:
+            guards.enter_context(torch._C._DisableTorchDispatch())
+        result = func(*args, **kwargs)
+    return tag_results(result)
 
 
 def tag_results(result: Any) -> Any:
     """Makes LockedTensors of the plain tensors in an operator's result that lie in locked memory."""
-    if type(result) is torch.Tensor:
+    if isinstance(result, torch.Tensor):
         return tag(result)
     if isinstance(result, (list, tuple)):
         return type(result)([tag_results(each) for each in result])
+    if isinstance(result, dict):
+        return {key: tag_results(value) for key, value in result.items()}
     return result
 
 
 def tag(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a LockedTensor if the registry knows its bytes; else the tensor itself."""
-    if not _C.is_locked(tensor):
-        return tensor
-    _C.keep_locked(tensor)
-    return torch.Tensor._make_subclass(LockedTensor, tensor)
+    """The tensor as a LockedTensor if the registry knows its bytes; else the tensor itself.
+
+    A Parameter, or a tensor of any other class than `torch.Tensor`, stays what it is.
+    """
+    return _C.tag(tensor)
+
+
+_C.set_up_dispatch(LockedTensor, _call_in_python, tag_results)
 
 
 def _as_ordinary(tensor: torch.Tensor) -> torch.Tensor:

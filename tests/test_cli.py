@@ -170,3 +170,18 @@ def test_bench_swap_gives_every_figure_and_leaves_nothing(disk_folder, capsys):
 def test_bench_io_refuses_a_tensor_too_small_for_its_measurements(disk_folder, capsys):
     assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", "4096"]) == 2
     assert "--bytes must be at least 16,777,216, got 4,096" in capsys.readouterr().err
+
+
+def test_bench_dispatch_gives_every_figure(tmp_path, monkeypatch):
+    from locked_tensor.cli import bench_dispatch
+
+    monkeypatch.setattr(bench_dispatch, "CALLS", 2)
+    json_file = tmp_path / "figures.json"
+    assert main(["bench", "dispatch", "--rounds", "1", "--json", str(json_file)]) == 0
+    figures = {row["what"]: row["value"] for row in json.loads(json_file.read_text())}
+    for name in ("narrow", "view", "t[3:11]", "unfold through dispatch", "unbind through dispatch",
+                 "torch.add of two small tensors, one locked"):
+        assert figures[f"{name}, ours / the smallest Python subclass"] > 0
+        assert figures[f"{name}, ours / plain"] > 0
+    assert figures["a training step, parameters locked / plain"] > 0
+    assert figures["torch.empty(16) inside the context"] > 0

@@ -83,6 +83,10 @@ AllocationMode set_allocation_mode(const AllocationMode& next) {
   return std::exchange(mode, next);
 }
 
+bool allocates_locked() {
+  return mode.is_locked;
+}
+
 uint64_t fall_back_count() {
   return fall_backs.load();
 }

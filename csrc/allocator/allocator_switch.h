@@ -20,6 +20,8 @@ bool is_allocator_switch_installed();
 
 // This thread's mode; returns the one before.
 AllocationMode set_allocation_mode(const AllocationMode& mode);
+// May what this thread allocates now be locked?
+bool allocates_locked();
 
 // How often an allocation of this process fell back to ordinary memory.
 uint64_t fall_back_count();

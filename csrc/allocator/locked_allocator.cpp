@@ -86,6 +86,15 @@ Block* block_of(const c10::DataPtr& data) {
   return data.get_deleter() == &release_locked ? LockedArena::process().find(data.get()) : nullptr;
 }
 
+void keep_locked(c10::StorageImpl* storage) {
+  if (is_locked_allocator(storage->allocator())) {
+    return;
+  }
+  if (Block* block = block_of(storage->_mutable_data_ptr_no_checks())) {
+    storage->set_allocator(locked_allocator(block->pages));
+  }
+}
+
 void set_lock_failure_hook(LockFailureHook hook) {
   lock_failure_hook = hook;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
 
 #include "memory/locked_arena.h"
 
@@ -33,6 +34,10 @@ bool give_back_locked(void* data);
 
 // The block behind such a DataPtr, not retained; else nullptr.
 Block* block_of(const c10::DataPtr& data);
+
+// Has a storage that was allocated locked stay so when it is resized, wherever that happens. Others
+// are left as they are.
+void keep_locked(c10::StorageImpl* storage);
 
 // Called when memory cannot be locked; may throw something that c10 lets through unchanged.
 // Installed once, by bindings.

@@ -51,17 +51,6 @@ SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> nu
   return SavedMode{set_allocation_mode(mode)};
 }
 
-// Has a storage that was allocated locked stay so when it is resized, wherever that happens.
-void keep_locked(const at::Tensor& tensor) {
-  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  if (is_locked_allocator(storage->allocator())) {
-    return;  // as for every view of what was kept before
-  }
-  if (Block* block = block_of(storage->_mutable_data_ptr_no_checks())) {
-    storage->set_allocator(locked_allocator(block->pages));
-  }
-}
-
 // --- claims: new_cpu_locked_tensor and free_cpu_locked_tensor -----------------------------------
 
 at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
@@ -202,8 +191,6 @@ void bind_memory(py::module_& module) {
   module.def("leave_locked_mode", [](const SavedMode& saved) { set_allocation_mode(saved.mode); });
   module.def("is_switch_installed", &is_allocator_switch_installed);
   module.def("fall_back_count", &fall_back_count);
-  module.def("keep_locked", &keep_locked);
-  module.def("is_locked", &is_locked);
   module.def("new_claimed_tensor", &new_claimed_tensor);
   module.def("free_claimed_tensor", &free_claimed_tensor);
   module.def("lock_storage", &lock_storage);

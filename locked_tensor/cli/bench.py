@@ -16,6 +16,7 @@ from locked_tensor.cli.plot import plot_figures, plot_path
 # The groups of measurements, in the order of the help. Each module has add_parser(groups).
 GROUPS = (
     "locked_tensor.cli.bench_memory",
+    "locked_tensor.cli.bench_dispatch",
     "locked_tensor.cli.bench_io",
     "locked_tensor.cli.bench_tune",
     "locked_tensor.cli.bench_swap",
