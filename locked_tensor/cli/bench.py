@@ -27,9 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "its files.",
     )
     groups = parser.add_subparsers(metavar="GROUP", required=True)
-    from locked_tensor.cli import bench_io, bench_memory
+    from locked_tensor.cli import bench_io, bench_memory, bench_soak
 
-    for group in (bench_memory, bench_io):
+    for group in (bench_memory, bench_io, bench_soak):
         group.add_parser(groups)
 
 
@@ -40,7 +40,7 @@ def show(title: str, figures: list[Figure], json_file: Optional[Path]) -> int:
     table.add_column("figure", justify="right")
     table.add_column("unit")
     for figure in figures:
-        table.add_row(figure.what, f"{figure.value:.4g}", figure.unit)
+        table.add_row(figure.what, f"{figure.value:,}" if isinstance(figure.value, int) else f"{figure.value:.4g}", figure.unit)
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps([figure._asdict() for figure in figures], indent=1))
