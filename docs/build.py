@@ -87,7 +87,7 @@ def broken_links(out: Path) -> list[str]:
 
 
 def document_compiled_methods() -> None:
-    """Gives `AioHandle` its compiled methods as the stubs describe them: in the extension they have no names for
+    """Gives `AioHandle` its compiled methods with the stubs' signatures: in the extension they have no names for
     their types, and pdoc shows nothing that is inherited from a class that is not public."""
     stubs = Path(lt.__file__).with_name("_C.pyi")
     tree = ast.parse(stubs.read_text())
@@ -95,6 +95,9 @@ def document_compiled_methods() -> None:
     exec(compile(tree, str(stubs), "exec"), scope)
     for name, member in vars(scope["AioHandleBase"]).items():
         if not name.startswith("_") and name not in vars(lt.AioHandle):
+            _, _, told = (getattr(lt._C.AioHandleBase, name).__doc__ or "").partition("\n\n")
+            if told.strip() and callable(member):
+                member.__doc__ = told.strip()
             setattr(lt.AioHandle, name, member)
 
 

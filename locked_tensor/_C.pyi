@@ -69,44 +69,41 @@ class AioHandleBase:
     def engine(self) -> str:
         """"io_uring", "libaio" or "threads": the one in use."""
     @property
-    def closed(self) -> bool:
-        """Has `close` been called?"""
-    def read(self, buffer: torch.Tensor, filename: Any, validate: bool, file_offset: int = 0) -> int:
-        """Fills `buffer` from the file and returns 0; with `validate` reads again by ordinary calls and compares."""
-    def write(self, buffer: torch.Tensor, filename: Any, validate: bool, file_offset: int = 0) -> int:
-        """Writes `buffer` to the file and returns 0; with `validate` reads back by ordinary calls and compares."""
+    def closed(self) -> bool: ...
+    def read(self, buffer: torch.Tensor, filename: Any, validate: bool, file_offset: int = 0) -> int: ...
+    def write(
+        self, buffer: torch.Tensor, filename: Any, validate: bool, file_offset: int = 0, *, durable: bool = False
+    ) -> int: ...
     # The fourth argument of both is named `async`, which Python only takes by position or **{"async": True}.
-    def pread(self, buffer: torch.Tensor, filename: Any, validate: bool, *arguments: Any, **named: Any) -> int:
-        """`pread(buffer, filename, validate, async, file_offset=0)`: starts a read and returns 0, or waits and returns the operations completed."""
-    def pwrite(self, buffer: torch.Tensor, filename: Any, validate: bool, *arguments: Any, **named: Any) -> int:
-        """`pwrite(buffer, filename, validate, async, file_offset=0)`: starts a write and returns 0, or waits and returns the operations completed."""
-    def sync_pread(self, buffer: torch.Tensor, filename: Any, file_offset: int = 0) -> int:
-        """Fills `buffer` from the file, from byte `file_offset` on. Returns 1, the operations completed."""
-    def sync_pwrite(self, buffer: torch.Tensor, filename: Any, file_offset: int = 0) -> int:
-        """Writes `buffer` to the file, from byte `file_offset` on; makes the file if need be. Returns 1, the operations completed."""
+    def pread(self, buffer: torch.Tensor, filename: Any, validate: bool, *arguments: Any, **named: Any) -> int: ...
+    def pwrite(self, buffer: torch.Tensor, filename: Any, validate: bool, *arguments: Any, **named: Any) -> int: ...
+    def sync_pread(self, buffer: torch.Tensor, filename: Any, file_offset: int = 0) -> int: ...
+    def sync_pwrite(
+        self, buffer: torch.Tensor, filename: Any, file_offset: int = 0, *, durable: bool = False
+    ) -> int: ...
     def async_pread(
         self, buffer: torch.Tensor, filename: Any = None, file_offset: int = 0, *, fd: Optional[int] = None
-    ) -> int:
-        """Starts a read into `buffer`; `wait` ends it. The file is a path or a descriptor, `fd` too. Returns 0."""
+    ) -> int: ...
     def async_pwrite(
-        self, buffer: torch.Tensor, filename: Any = None, file_offset: int = 0, *, fd: Optional[int] = None
-    ) -> int:
-        """Starts a write of `buffer`; `wait` ends it. The file is a path or a descriptor, `fd` too. Returns 0."""
-    def preadv(self, buffers: list[torch.Tensor], file: Any, file_offset: int = 0) -> int:
-        """Fills the tensors, one after the other, from consecutive bytes of the file. Waits; returns the bytes moved."""
-    def pwritev(self, buffers: list[torch.Tensor], file: Any, file_offset: int = 0) -> int:
-        """Writes the tensors, one after the other, to consecutive bytes of the file. Waits; returns the bytes moved."""
-    def wait(self) -> int:
-        """Waits for everything that was started. Returns the operations completed since the last wait, 0 when none was pending.
-
-        Raises:
-            OSError, ShortReadError: the first failure in the order of starting; the rest in its `others`. All have ended.
-        """
-    def fsync(self, file: Any, *, data_only: bool = False) -> None:
-        """Has the device keep what was written to the file (fsync(2); fdatasync(2) with `data_only`). Waits."""
+        self,
+        buffer: torch.Tensor,
+        filename: Any = None,
+        file_offset: int = 0,
+        *,
+        fd: Optional[int] = None,
+        durable: bool = False,
+    ) -> int: ...
+    def preadv(self, buffers: list[torch.Tensor], file: Any, file_offset: int = 0) -> int: ...
+    def pwritev(
+        self, buffers: list[torch.Tensor], file: Any, file_offset: int = 0, *, durable: bool = False
+    ) -> int: ...
+    def wait(self) -> int: ...
+    def fsync(self, file: Any, *, data_only: bool = False) -> None: ...
     def close(self) -> None: ...
     def _submit_pread(self, buffer: torch.Tensor, file: Any, file_offset: int = 0) -> IoTicketBase: ...
-    def _submit_pwrite(self, buffer: torch.Tensor, file: Any, file_offset: int = 0) -> IoTicketBase: ...
+    def _submit_pwrite(
+        self, buffer: torch.Tensor, file: Any, file_offset: int = 0, *, durable: bool = False
+    ) -> IoTicketBase: ...
     def _submit_batch(self, requests: Iterable[Any]) -> list[IoTicketBase]: ...
     def _poll(self) -> None: ...
     def _notify(self, event_fd: int) -> None: ...

@@ -37,6 +37,7 @@ class IoRequest(NamedTuple):
     buffer: torch.Tensor
     file: File
     file_offset: int = 0
+    durable: bool = False  #: of a write: it ends when data, size and name are on the device
 
 
 _open_handles: weakref.WeakSet[AioHandle] = weakref.WeakSet()
@@ -134,12 +135,22 @@ class AioHandle(_C.AioHandleBase):
         """Starts a read; the ticket is waited for, asked or awaited by itself."""
         return IoTicket(self._submit_pread(buffer, file, file_offset), self)
 
-    def submit_pwrite(self, buffer: torch.Tensor, file: File, file_offset: int = 0) -> IoTicket:
-        """Starts a write; the ticket is waited for, asked or awaited by itself."""
-        return IoTicket(self._submit_pwrite(buffer, file, file_offset), self)
+    def submit_pwrite(
+        self, buffer: torch.Tensor, file: File, file_offset: int = 0, *, durable: bool = False
+    ) -> IoTicket:
+        """Starts a write; the ticket is waited for, asked or awaited by itself.
+
+        Args:
+            durable: it ends when data, size and name are on the device; see `sync_pwrite`.
+        """
+        return IoTicket(self._submit_pwrite(buffer, file, file_offset, durable=durable), self)
 
     def submit_batch(self, requests: Iterable[IoRequest]) -> list[IoTicket]:
-        """Starts many operations together; a ticket for each, in order."""
+        """Starts many operations together; a ticket for each, in order.
+
+        Raises:
+            ValueError: a request is not ("read" | "write", buffer, file, file_offset=0, durable=False).
+        """
         return [IoTicket(ticket, self) for ticket in self._submit_batch(requests)]
 
     def close(self) -> None:

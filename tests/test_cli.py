@@ -185,3 +185,33 @@ def test_bench_dispatch_gives_every_figure(tmp_path, monkeypatch):
         assert figures[f"{name}, ours / plain"] > 0
     assert figures["a training step, parameters locked / plain"] > 0
     assert figures["torch.empty(16) inside the context"] > 0
+
+
+def soak(folder, json_file) -> tuple[int, dict[str, float]]:
+    arguments = ["bench", "soak", "--minutes", "0.1", "--seed", "1", "--folder", str(folder), "--json", str(json_file)]
+    status = main(arguments)
+    return status, {row["what"]: row["value"] for row in json.loads(json_file.read_text())}
+
+
+def test_soak_finds_nothing_wrong_and_leaves_nothing(folder, tmp_path):
+    status, figures = soak(folder, tmp_path / "figures")
+    assert status == 0, figures
+    assert figures["operations"] > 0 and figures["engines"] == sum(info.usable for info in lt.engines())
+    assert figures["bytes wrong"] == figures["errors lost or unexpected"] == 0
+    assert figures["growth of VmLck"] == figures["growth of descriptors"] == figures["growth of threads"] == 0
+    assert figures["errors seen as expected"] <= figures["faults injected"]
+    assert os.listdir(folder) == []
+
+
+def test_soak_sees_a_handle_that_loses_bytes_and_errors(tmpfs_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lt.AioHandle, "sync_pwrite", lambda *arguments, **more: 1)
+    monkeypatch.setattr(lt.AioHandle, "sync_pread", lambda *arguments, **more: 1)
+    status, figures = soak(tmpfs_folder, tmp_path / "figures")
+    assert status == 1
+    assert figures["bytes wrong"] > 0 and figures["errors lost or unexpected"] > 0
+    assert "was lost" in shown(capsys)
+
+
+def test_soak_refuses_no_time(disk_folder, capsys):
+    assert main(["bench", "soak", "--minutes", "0", "--folder", str(disk_folder)]) == 2
+    assert "--minutes must be positive" in capsys.readouterr().err

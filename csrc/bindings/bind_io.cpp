@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/io_arguments.h"
+#include "bindings/io_docs.h"
 #include "handle/aio_handle.h"
 #include "io/engine_select.h"
 
@@ -103,18 +104,12 @@ class IoTicket {
   std::shared_ptr<Transfer> transfer_;
 };
 
-int64_t start_async(PyHandle& self, Operation operation, const at::Tensor& buffer,
-                    const py::object& file, int64_t file_offset, bool validate) {
-  TransferSpec spec = spec_of(operation, {buffer}, file, file_offset);
-  spec.validates = validate;
+int64_t start_async(PyHandle& self, TransferSpec spec) {
   self.without_gil([&](AioHandle& handle) { handle.start(std::move(spec), Report::kWait); });
   return 0;
 }
 
-int64_t run_sync(PyHandle& self, Operation operation, const at::Tensor& buffer,
-                 const py::object& file, int64_t file_offset, bool validate) {
-  TransferSpec spec = spec_of(operation, {buffer}, file, file_offset);
-  spec.validates = validate;
+int64_t run_sync(PyHandle& self, TransferSpec spec) {
   self.without_gil([&](AioHandle& handle) { handle.run(std::move(spec), check_signals); });
   return 1;
 }
@@ -127,56 +122,84 @@ py::object one_file(const py::object& filename, const py::object& fd) {
   return filename.is_none() ? fd : filename;
 }
 
+// Binds a method of both operations: a write takes the keyword `durable` too.
+template <Operation kOperation, typename Result, typename... Arguments, typename... Extra>
+void bind_method(py::class_<PyHandle>& handle, const std::string& name,
+                 Result (*call)(bool durable, PyHandle& self, Arguments...),
+                 const Extra&... extra) {
+  if constexpr (kOperation == Operation::kRead) {
+    handle.def(
+        name.c_str(),
+        [call](PyHandle& self, Arguments... arguments) { return call(false, self, arguments...); },
+        extra...);
+  } else {
+    const auto with_durable = [call](PyHandle& self, Arguments... arguments, bool durable) {
+      return call(durable, self, arguments...);
+    };
+    if constexpr ((std::is_same_v<Extra, py::kw_only> || ...)) {
+      handle.def(name.c_str(), with_durable, extra..., py::arg("durable") = false);
+    } else {
+      handle.def(name.c_str(), with_durable, extra..., py::kw_only(), py::arg("durable") = false);
+    }
+  }
+}
+
 template <Operation kOperation>
 void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
-  handle.def(
-      name.c_str(),
-      [](PyHandle& self, const at::Tensor& buffer, const py::object& filename, bool validate,
-         int64_t file_offset) {
-        run_sync(self, kOperation, buffer, filename, file_offset, validate);
+  using Tensor = const at::Tensor&;
+  using Object = const py::object&;
+  constexpr auto index = static_cast<size_t>(kOperation);
+  bind_method<kOperation>(
+      handle, name,
+      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, bool validate,
+          int64_t file_offset) {
+        run_sync(self, spec_of(kOperation, {buffer}, filename, file_offset, durable, validate));
         return 0;
       },
-      py::arg("buffer"), py::arg("filename"), py::arg("validate"), py::arg("file_offset") = 0);
-  handle.def(("p" + name).c_str(),
-             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename, bool validate,
-                bool is_async, int64_t file_offset) {
-               return is_async
-                          ? start_async(self, kOperation, buffer, filename, file_offset, validate)
-                          : run_sync(self, kOperation, buffer, filename, file_offset, validate);
-             },
-             py::arg("buffer"), py::arg("filename"), py::arg("validate"), py::arg("async"),
-             py::arg("file_offset") = 0);
-  handle.def(("sync_p" + name).c_str(),
-             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename,
-                int64_t file_offset) {
-               return run_sync(self, kOperation, buffer, filename, file_offset, false);
-             },
-             py::arg("buffer"), py::arg("filename"), py::arg("file_offset") = 0);
-  handle.def(("async_p" + name).c_str(),
-             [](PyHandle& self, const at::Tensor& buffer, const py::object& filename,
-                int64_t file_offset, const py::object& fd) {
-               return start_async(self, kOperation, buffer, one_file(filename, fd), file_offset,
-                                  false);
-             },
-             py::arg("buffer"), py::arg("filename") = py::none(), py::arg("file_offset") = 0,
-             py::kw_only(), py::arg("fd") = py::none());
-  handle.def(
-      ("_submit_p" + name).c_str(),
-      [](PyHandle& self, const at::Tensor& buffer, const py::object& file, int64_t file_offset) {
-        TransferSpec spec = spec_of(kOperation, {buffer}, file, file_offset);
+      docs::kSimple[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
+      py::arg("file_offset") = 0);
+  bind_method<kOperation>(
+      handle, "p" + name,
+      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, bool validate,
+          bool is_async, int64_t file_offset) {
+        TransferSpec made = spec_of(kOperation, {buffer}, filename, file_offset, durable, validate);
+        return is_async ? start_async(self, std::move(made)) : run_sync(self, std::move(made));
+      },
+      docs::kEither[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
+      py::arg("async"), py::arg("file_offset") = 0);
+  bind_method<kOperation>(
+      handle, "sync_p" + name,
+      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset) {
+        return run_sync(self, spec_of(kOperation, {buffer}, filename, file_offset, durable));
+      },
+      docs::kSync[index], py::arg("buffer"), py::arg("filename"), py::arg("file_offset") = 0);
+  bind_method<kOperation>(
+      handle, "async_p" + name,
+      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset,
+          Object fd) {
+        return start_async(
+            self, spec_of(kOperation, {buffer}, one_file(filename, fd), file_offset, durable));
+      },
+      docs::kAsync[index], py::arg("buffer"), py::arg("filename") = py::none(),
+      py::arg("file_offset") = 0, py::kw_only(), py::arg("fd") = py::none());
+  bind_method<kOperation>(
+      handle, "_submit_p" + name,
+      +[](bool durable, PyHandle& self, Tensor buffer, Object file, int64_t file_offset) {
+        TransferSpec made = spec_of(kOperation, {buffer}, file, file_offset, durable);
         return IoTicket(self.shared(), self.without_gil([&](AioHandle& handle) {
-          return handle.start(std::move(spec), Report::kTicket);
+          return handle.start(std::move(made), Report::kTicket);
         }));
       },
       py::arg("buffer"), py::arg("file"), py::arg("file_offset") = 0);
-  handle.def(("p" + name + "v").c_str(),
-             [](PyHandle& self, const std::vector<at::Tensor>& buffers, const py::object& file,
-                int64_t file_offset) {
-               TransferSpec spec = spec_of(kOperation, buffers, file, file_offset);
-               return self.without_gil(
-                   [&](AioHandle& handle) { return handle.run(std::move(spec), check_signals); });
-             },
-             py::arg("buffers"), py::arg("file"), py::arg("file_offset") = 0);
+  bind_method<kOperation>(
+      handle, "p" + name + "v",
+      +[](bool durable, PyHandle& self, const std::vector<at::Tensor>& buffers, Object file,
+          int64_t file_offset) {
+        TransferSpec made = spec_of(kOperation, buffers, file, file_offset, durable);
+        return self.without_gil(
+            [&](AioHandle& handle) { return handle.run(std::move(made), check_signals); });
+      },
+      docs::kVectored[index], py::arg("buffers"), py::arg("file"), py::arg("file_offset") = 0);
 }
 
 std::vector<IoTicket> submit_batch(PyHandle& self, const py::iterable& requests) {
@@ -252,16 +275,19 @@ void bind_handle(py::module_& module) {
   bind_operation<Operation::kRead>(handle, "read");
   bind_operation<Operation::kWrite>(handle, "write");
   handle.def("_submit_batch", &submit_batch, py::arg("requests"));
-  handle.def("wait", [](PyHandle& self) {
-    return self.without_gil([](AioHandle& handle) { return handle.wait(check_signals); });
-  });
+  handle.def(
+      "wait",
+      [](PyHandle& self) {
+        return self.without_gil([](AioHandle& handle) { return handle.wait(check_signals); });
+      },
+      docs::kWait);
   handle.def(
       "fsync",
       [](PyHandle& self, const py::object& file, bool data_only) {
         const FileName name = file_of(file);
         self.without_gil([&](AioHandle& handle) { handle.sync(name, data_only, check_signals); });
       },
-      py::arg("file"), py::kw_only(), py::arg("data_only") = false);
+      docs::kFsync, py::arg("file"), py::kw_only(), py::arg("data_only") = false);
   handle.def("_stats", [](PyHandle& self) {
     const DriverStats stats = self.get().stats();
     return py::make_tuple(stats.bytes_direct, stats.bytes_bounced, stats.bytes_buffered,

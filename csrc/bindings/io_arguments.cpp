@@ -149,9 +149,11 @@ FileName file_of(const py::object& file) {
 }
 
 TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
-                     const py::object& file, int64_t file_offset) {
+                     const py::object& file, int64_t file_offset, bool durable, bool validate) {
   TransferSpec spec;
   spec.operation = operation;
+  spec.is_durable = durable;
+  spec.validates = validate;
   spec.file = file_of(file);
   spec.file_offset_bytes = file_offset;
   auto keep_alive = std::make_unique<TensorKeepAlive>();
@@ -185,9 +187,10 @@ TransferSpec spec_of_request(py::handle request) {
     throw py::type_error("a request is an IoRequest, got " + std::string(py::repr(request)));
   }
   const auto fields = py::cast<py::sequence>(request);
-  if (fields.size() != 3 && fields.size() != 4) {
-    throw py::value_error("a request is (\"read\" | \"write\", buffer, file, file_offset=0), got " +
-                          std::to_string(fields.size()) + " fields");
+  if (fields.size() < 3 || fields.size() > 5) {
+    throw py::value_error(
+        "a request is (\"read\" | \"write\", buffer, file, file_offset=0, durable=False), got " +
+        std::to_string(fields.size()) + " fields");
   }
   const auto operation = py::cast<std::string>(fields[0]);
   if (operation != "read" && operation != "write") {
@@ -197,9 +200,13 @@ TransferSpec spec_of_request(py::handle request) {
   if (!THPVariable_Check(py::object(fields[1]).ptr())) {
     throw py::type_error("a request's buffer is a tensor, got " + std::string(py::repr(fields[1])));
   }
+  const bool is_durable = fields.size() == 5 && py::cast<bool>(fields[4]);
+  if (is_durable && operation == "read") {
+    throw py::value_error("a request to read cannot be durable");
+  }
   return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
                  {py::cast<at::Tensor>(fields[1])}, fields[2],
-                 fields.size() == 4 ? py::cast<int64_t>(fields[3]) : 0);
+                 fields.size() >= 4 ? py::cast<int64_t>(fields[3]) : 0, is_durable);
 }
 
 int64_t nanoseconds_of(double seconds) {

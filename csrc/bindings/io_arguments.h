@@ -18,9 +18,11 @@ FileName file_of(const py::object& file);
 // Holds their storages' bytes. Throws TypeError or ValueError (naming what was passed) for a tensor
 // that has no bytes in CPU memory, and for a read into one that overlaps itself.
 TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
-                     const py::object& file, int64_t file_offset);
+                     const py::object& file, int64_t file_offset, bool durable,
+                     bool validate = false);
 
-// The same from an IoRequest: a sequence ("read" | "write", buffer, file, file_offset).
+// The same from an IoRequest: a sequence ("read" | "write", buffer, file, file_offset, durable), of
+// which the last two may be left out.
 TransferSpec spec_of_request(py::handle request);
 
 // Seconds to nanoseconds; ValueError when negative or not a number.

@@ -179,8 +179,14 @@ void AioHandle::open(Driver& driver, Transfer& transfer, TransferSpec& spec) {
     transfer.file =
         with_descriptors(driver, [&] { return open_file(spec.file, transfer.operation); });
     const uint64_t begin = static_cast<uint64_t>(spec.file_offset_bytes);
+    if (transfer.is_durable) {
+      with_descriptors(driver, [&] { return transfer.file->prepare_durable(); });
+    }
     if (transfer.bytes == 0) {
       return;
+    }
+    if (transfer.validates) {
+      transfer.read_back = with_descriptors(driver, [&] { return transfer.file->open_to_read(); });
     }
     if (transfer.operation == Operation::kRead) {
       const uint64_t size = transfer.file->size_bytes();
@@ -230,6 +236,7 @@ std::shared_ptr<Transfer> AioHandle::make(Driver& driver, TransferSpec spec, Rep
   transfer->operation = spec.operation;
   transfer->report = report;
   transfer->validates = spec.validates;
+  transfer->is_durable = spec.is_durable && spec.operation == Operation::kWrite;
   for (const Layout& layout : spec.memory) {
     transfer->bytes += layout.bytes();
   }

@@ -31,6 +31,7 @@ struct TransferSpec {
   FileName file;
   int64_t file_offset_bytes = 0;
   bool validates = false;
+  bool is_durable = false;  // a write ends when data, size and name are on the device
   std::unique_ptr<KeepAlive> keep_alive;
 };
 

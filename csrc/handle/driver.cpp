@@ -578,12 +578,20 @@ void Driver::end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer) 
       validate(*transfer);
     }
     transfer->claim.finish(transfer->written_end());
+    if (transfer->failure == nullptr && transfer->is_durable) {
+      transfer->file->make_durable(
+          [this](int fd, bool data_only) { return engine_->sync(fd, data_only); });
+    }
   } catch (...) {
     failure = std::current_exception();
   }
   if (transfer->keep_alive != nullptr && transfer->keep_alive->is_free_threaded()) {
     transfer->keep_alive.reset();
   }
+  // A ticket may outlive its transfer by far: it holds no descriptor.
+  transfer->read_back.reset();
+  transfer->claim = SizeClaim();
+  transfer->file.reset();
   lock.lock();
   if (failure != nullptr) {
     transfer->fail(failure, transfer->file_begin());

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <stdexcept>
 
 #include "os/status.h"
@@ -66,7 +67,7 @@ std::shared_ptr<OpenFile> OpenFile::from_path(const std::string& path, Operation
       throw KernelError(error.errno_value(), purpose(operation), path);
     }
   }
-  return std::shared_ptr<OpenFile>(new OpenFile(path, operation, std::move(fd), direct));
+  return std::shared_ptr<OpenFile>(new OpenFile(path, true, operation, std::move(fd), direct));
 }
 
 std::shared_ptr<OpenFile> OpenFile::from_descriptor(int fd, Operation operation,
@@ -83,11 +84,15 @@ std::shared_ptr<OpenFile> OpenFile::from_descriptor(int fd, Operation operation,
   if (!own.is_open()) {
     throw_errno("duplicate", name);
   }
-  return std::shared_ptr<OpenFile>(new OpenFile(name, operation, std::move(own), direct));
+  return std::shared_ptr<OpenFile>(new OpenFile(name, false, operation, std::move(own), direct));
 }
 
-OpenFile::OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMode direct)
-    : path_(std::move(path)), operation_(operation), fd_(std::move(fd)) {
+OpenFile::OpenFile(std::string path, bool has_name, Operation operation, UniqueFd fd,
+                   DirectMode direct)
+    : path_(std::move(path)),
+      operation_(operation),
+      fd_(std::move(fd)),
+      is_name_durable_(!has_name) {
   struct stat status;
   if (::fstat(fd_.get(), &status) != 0) {
     throw_errno("stat", path_);
@@ -152,6 +157,51 @@ uint64_t OpenFile::size_bytes() const {
     return static_cast<uint64_t>(end);
   }
   return static_cast<uint64_t>(status.st_size);
+}
+
+// Once for each opening, whoever created the file: it may have been this handle a moment ago.
+void OpenFile::prepare_durable() {
+  std::lock_guard<std::mutex> lock(name_mutex_);
+  if (is_name_durable_ || folder_.is_open()) {
+    return;
+  }
+  if (!is_regular_ || is_unlinked()) {
+    is_name_durable_ = true;
+    return;
+  }
+  // Where the file is, past symbolic links.
+  std::error_code error;
+  const std::filesystem::path file =
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_.get()), error);
+  if (error) {
+    throw KernelError(error.value(), "find the folder of", path_);
+  }
+  folder_ = open_file(file.parent_path().string(), O_RDONLY | O_DIRECTORY);
+}
+
+void OpenFile::make_durable(const Sync& sync) {
+  if (const int result = sync(fd_.get(), true); result != 0) {
+    throw KernelError(-result, "put on the device what was written to", path_);
+  }
+  std::lock_guard<std::mutex> lock(name_mutex_);
+  if (is_name_durable_) {
+    return;
+  }
+  const int result = sync(folder_.get(), false);
+  // EINVAL: this file system has nothing to synchronize for a folder.
+  if (result != 0 && result != -EINVAL) {
+    throw KernelError(-result, "put on the device the name of", path_);
+  }
+  is_name_durable_ = true;
+  folder_.reset();
+}
+
+UniqueFd OpenFile::open_to_read() const {
+  try {
+    return open_file("/proc/self/fd/" + std::to_string(fd_.get()), O_RDONLY);
+  } catch (const KernelError& error) {
+    throw KernelError(error.errno_value(), "open for reading back", path_);
+  }
 }
 
 bool OpenFile::is_unlinked() const {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -56,8 +57,17 @@ class OpenFile {
   // The descriptor that fsync(2) is called on.
   int any_fd() const { return fd_.get(); }
 
+  // Puts what was written, the size and, for a file that was opened by path, its name on the
+  // device. `sync` is fsync(2) or fdatasync(2) of a descriptor: 0 or -errno. prepare_durable()
+  // comes first and opens what that needs. Both throw KernelError and are thread-safe.
+  using Sync = std::function<int(int fd, bool data_only)>;
+  void prepare_durable();
+  void make_durable(const Sync& sync);
+  // A descriptor to read back what was written, through the page cache.
+  UniqueFd open_to_read() const;
+
  private:
-  OpenFile(std::string path, Operation operation, UniqueFd fd, DirectMode direct);
+  OpenFile(std::string path, bool has_name, Operation operation, UniqueFd fd, DirectMode direct);
 
   std::string path_;
   Operation operation_;
@@ -68,6 +78,9 @@ class OpenFile {
   std::mutex buffered_mutex_;
   std::atomic<int> buffered_{-1};
   UniqueFd buffered_owner_;
+  std::mutex name_mutex_;
+  bool is_name_durable_;  // or is the business of whoever opened the descriptor
+  UniqueFd folder_;       // until its name is durable
 };
 
 // stat(2) of a path; false when nothing is there. Throws KernelError for every other failure.

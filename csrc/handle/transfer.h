@@ -110,8 +110,10 @@ struct Transfer {
   std::unique_ptr<KeepAlive> keep_alive;
   Report report = Report::kWait;
   bool validates = false;
-  uint64_t sequence = 0;  // order of starting
-  uint64_t epoch = 0;     // waits before it
+  bool is_durable = false;  // ends when the device has it
+  UniqueFd read_back;       // open when it validates
+  uint64_t sequence = 0;    // order of starting
+  uint64_t epoch = 0;       // waits before it
   uint64_t bytes = 0;
   std::vector<Part> parts;
 

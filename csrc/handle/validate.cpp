@@ -1,6 +1,5 @@
 #include "handle/validate.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,8 +37,6 @@ uint64_t read_fully(int fd, std::byte* to, uint64_t bytes, uint64_t offset,
 
 void validate(const Transfer& transfer) {
   const std::string& path = transfer.file->path();
-  const UniqueFd fd =
-      open_file("/proc/self/fd/" + std::to_string(transfer.file->any_fd()), O_RDONLY);
   std::vector<std::byte> in_file(kCompareBytes);
   std::vector<std::byte> in_memory(kCompareBytes);
   for (const Part& part : transfer.parts) {
@@ -47,7 +44,7 @@ void validate(const Transfer& transfer) {
       const uint64_t bytes = std::min(kCompareBytes, part.layout().bytes() - at);
       part.layout().gather(at, bytes, in_memory.data());
       const uint64_t found =
-          read_fully(fd.get(), in_file.data(), bytes, part.file_offset() + at, path);
+          read_fully(transfer.read_back.get(), in_file.data(), bytes, part.file_offset() + at, path);
       const auto end = in_memory.begin() + static_cast<ptrdiff_t>(bytes);
       const auto differs = std::mismatch(in_memory.begin(), end, in_file.begin()).first;
       const auto equal = static_cast<uint64_t>(differs - in_memory.begin());

@@ -20,6 +20,7 @@ GROUPS = (
     "locked_tensor.cli.bench_io",
     "locked_tensor.cli.bench_tune",
     "locked_tensor.cli.bench_swap",
+    "locked_tensor.cli.bench_soak",
 )
 
 
@@ -57,7 +58,8 @@ def show(
     if has_spread:
         table.add_column("of all rounds")
     for figure in figures:
-        cells = [figure.what, f"{figure.value:.4g}", figure.unit]
+        value = f"{figure.value:,}" if isinstance(figure.value, int) else f"{figure.value:.4g}"
+        cells = [figure.what, value, figure.unit]
         if has_spread:
             cells.append("" if figure.low is None else f"{figure.low:.4g} to {figure.high:.4g}")
         table.add_row(*cells)

@@ -27,6 +27,8 @@ struct Script {
   // How the nth accepted request (from 0) ends, whatever the chances: -errno, or after that many
   // bytes.
   std::map<uint64_t, int64_t> results = {};
+  // What the nth sync (from 0) returns instead of being carried out: -errno.
+  std::map<unsigned, int> sync_results = {};
   int32_t buffer_slots = 16;  // of the fixed-buffer table; 0: none
 };
 

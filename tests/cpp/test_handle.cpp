@@ -181,6 +181,7 @@ TEST_CASE("random programs over a misbehaving engine move the right bytes and lo
     script.refused_submit = random() % 30;
     script.partial_submit = random() % 60;
     script.late = random() % 50;
+    script.lost_slot = random() % 10;
     script.failure = is_calm ? 0 : random() % 8;
     script.zero = is_calm ? 0 : random() % 4;
     HandleOptions options;
@@ -214,6 +215,8 @@ TEST_CASE("random programs over a misbehaving engine move the right bytes and lo
           spec.memory = step->memory;
           spec.file = path;
           spec.file_offset_bytes = static_cast<int64_t>(step->offset);
+          spec.validates = random() % 4 == 0;
+          spec.is_durable = random() % 16 == 0;
           step->transfer = handle.start(std::move(spec), Report::kTicket);
         }
         for (auto& step : steps) {
