@@ -49,7 +49,7 @@ class Installation:
     """
 
     def __init__(self, operators: tuple[str, ...]) -> None:
-        self.operators = operators  #: DeepSpeed's names of what is replaced: "async_io", "pin_memory", "gds"
+        self.operators = operators  #: DeepSpeed's names of what is replaced, of "async_io", "pin_memory" and "gds"
 
     def __enter__(self) -> Installation:
         return self
@@ -124,11 +124,19 @@ def _warn_of_untried_version() -> None:
 
 
 def _replace(operator: _Operator) -> bool:
-    classes = _builder_classes(operator)
+    """Changes the operator's builder classes. Was the one that DeepSpeed hands out here among them?"""
+    from deepspeed.accelerator import get_accelerator
+
+    handed_out = get_accelerator().get_op_builder(operator.builder)
+    home = _optional_module(f"deepspeed.ops.op_builder.{operator.home}")
+    # Changing the class and not the name reaches every module that has imported it. An accelerator
+    # without the operator has a stand-in class under another name, which stays as it is.
+    candidates = {handed_out, getattr(home, operator.builder, None)}
+    classes = {each for each in candidates if isinstance(each, type) and each.__name__ == operator.builder}
     for each in classes:
         _set(each, "load", lambda self, verbose=False: operator.counterpart)
         _set(each, "is_compatible", _compatibility(operator.counterpart))
-    return bool(classes)
+    return handed_out in classes
 
 
 def _compatibility(counterpart: Any) -> Any:
@@ -139,20 +147,6 @@ def _compatibility(counterpart: Any) -> Any:
         return not reason
 
     return is_compatible
-
-
-def _builder_classes(operator: _Operator) -> set[type]:
-    """The classes of this name: the one that the accelerator hands out, and the common one.
-
-    Changing the class and not the name reaches every module that has imported it. An accelerator
-    without the operator has a stand-in class under another name, which stays as it is.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    found = [get_accelerator().get_op_builder(operator.builder)]
-    home = _optional_module(f"deepspeed.ops.op_builder.{operator.home}")
-    found.append(getattr(home, operator.builder, None))
-    return {each for each in found if isinstance(each, type) and each.__name__ == operator.builder}
 
 
 def _set_aside_native_memory() -> None:
