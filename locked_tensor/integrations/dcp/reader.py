@@ -81,8 +81,9 @@ class DirectReader(FileSystemReader):
                     pending.append((part, target, ticket))
                 else:
                     in_rows.append((part, target))
+            staging = self._new_staging([part for part, _ in in_rows])
             for part, target in in_rows:
-                self._read_rows(handle, part, target)
+                _read_rows(handle, part, target, staging)
                 planner.commit_tensor(part.item, target)
             while pending:
                 part, target, ticket = pending.pop()
@@ -120,27 +121,38 @@ class DirectReader(FileSystemReader):
                         parts.append(_Part(item, stored, path, info.offset + stored.offset))
         return parts, others
 
-    def _read_rows(self, handle: lt.AioHandle, part: _Part, target: torch.Tensor) -> None:
-        """Reads the rows that the item lies in, as many at a time as fit, and copies its columns."""
-        stored, item = part.stored, part.item
-        shape = stored.shape or torch.Size([1])
-        offsets, lengths = item.storage_offsets or (0,), item.lengths or (1,)
-        target = target.view(1) if not stored.shape else target
-        row_bytes = _row_bytes(stored)
-        rows_at_once = max(1, self._staging_bytes // row_bytes) if row_bytes else lengths[0]
+    def _new_staging(self, parts: list[_Part]) -> torch.Tensor:
+        """Locked bytes for the longest row at least, and for no more than all rows of any part."""
+        longest_row = max((_row_bytes(part.stored) for part in parts), default=0)
+        largest = max((_row_bytes(part.stored) * _row_count(part) for part in parts), default=0)
         with lt.locked_memory():
-            staging = torch.empty((min(rows_at_once, lengths[0]), *shape[1:]), dtype=stored.dtype)
-        for done in range(0, lengths[0], rows_at_once):
-            count = min(rows_at_once, lengths[0] - done)
-            rows = staging[:count]
-            handle.submit_pread(rows, part.path, part.begin + (offsets[0] + done) * row_bytes).wait()
-            for dim in range(1, len(shape)):
-                rows = rows.narrow(dim, offsets[dim], lengths[dim])
-            target[done : done + count].copy_(rows)
+            return torch.empty(max(longest_row, min(largest, self._staging_bytes)), dtype=torch.uint8)
+
+
+def _read_rows(handle: lt.AioHandle, part: _Part, target: torch.Tensor, staging: torch.Tensor) -> None:
+    """Reads the rows that the item lies in, as many at a time as fit, and copies its columns."""
+    stored, item = part.stored, part.item
+    row_bytes, row_count = _row_bytes(stored), _row_count(part)
+    if row_bytes * row_count == 0:
+        return
+    if not stored.shape:
+        target = target.view(1)
+    rows_at_once = staging.numel() // row_bytes
+    for done in range(0, row_count, rows_at_once):
+        count = min(rows_at_once, row_count - done)
+        rows = staging[: count * row_bytes].view(stored.dtype).view(count, *stored.shape[1:])
+        handle.submit_pread(rows, part.path, part.begin + (_first_row(part) + done) * row_bytes).wait()
+        for dim in range(1, len(stored.shape)):
+            rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+        target[done : done + count].copy_(rows)
 
 
 def _row_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape[1:]) * stored.dtype.itemsize
+
+
+def _row_count(part: _Part) -> int:
+    return part.item.lengths[0] if part.stored.shape else 1
 
 
 def _first_row(part: _Part) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 import locked_tensor as lt
@@ -54,9 +55,24 @@ class DirectWriter(FileSystemWriter):
         self._staging_bytes = staging_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """A copy of the state dict whose tensors are in locked memory; `dcp.async_save` asks for it."""
-        with lt.locked_memory():
-            return super().stage(state_dict)
+        """A copy of the state dict whose tensors are in locked memory; `dcp.async_save` asks for it.
+
+        Tensors of classes that are not torch's plain ones, Parameter, DTensor or LockedTensor are copied
+        to ordinary memory, as FileSystemWriter does.
+        """
+        return self._staged(state_dict)
+
+    def _staged(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._staged(each) for name, each in value.items()}
+        if isinstance(value, DTensor):
+            local = _locked_copy(value.to_local())
+            return DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        if type(value) in (torch.Tensor, torch.nn.Parameter, lt.LockedTensor):
+            return _locked_copy(value)
+        return super().stage({"": value})[""]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items to one file and returns where each lies."""
@@ -102,6 +118,14 @@ def _write_item(stream: PageStream, item: WriteItem, planner: SavePlanner, name:
         begin = save_tensor(_plain(data), stream)  # type: ignore[arg-type]
     length = stream.tell() - begin
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, begin, length))
+
+
+@torch.no_grad()
+def _locked_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor.cpu().clone()
+    with lt.locked_memory():
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
