@@ -12,9 +12,8 @@ import torch
 
 from locked_tensor import _C
 from locked_tensor.awaiting import CompletionEvents
-from locked_tensor.memory import log_milestones
+from locked_tensor.memory import is_pinned, new_claimed_tensor
 from locked_tensor.settings import read_settings
-from locked_tensor.tensor import tag
 
 File = Union[str, bytes, "os.PathLike[str]", int]
 
@@ -69,6 +68,13 @@ class AioHandle(_C.AioHandleBase):
     exception of the block itself as its `__context__`.
     """
 
+    def __init__(self, *settings: Any, **options: Any) -> None:
+        super().__init__(*settings, **options)
+        if not _open_handles:
+            atexit.unregister(_close_open_handles)
+            atexit.register(_close_open_handles)
+        _open_handles.add(self)
+
     @classmethod
     def from_file(
         cls, path: Union[str, "os.PathLike[str]"], *, best_for: Optional[str] = None, **settings: Any
@@ -114,9 +120,7 @@ class AioHandle(_C.AioHandleBase):
         example = example_tensor if example_tensor is not None else example_tenosr
         if example is None:
             raise TypeError("new_cpu_locked_tensor() needs example_tensor, for its dtype")
-        tensor = tag(_C.new_claimed_tensor(num_elem, example.dtype))
-        log_milestones()
-        return tensor
+        return new_claimed_tensor(num_elem, example.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Gives up the claim that `new_cpu_locked_tensor` of any handle made.
@@ -129,7 +133,7 @@ class AioHandle(_C.AioHandleBase):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True for locked memory, and for memory that torch has pinned for an accelerator."""
-        return _C.is_locked(tensor) or (torch.cuda.is_initialized() and tensor.is_pinned())
+        return is_pinned(tensor)
 
     def submit_pread(self, buffer: torch.Tensor, file: File, file_offset: int = 0) -> IoTicket:
         """Starts a read; the ticket is waited for, asked or awaited by itself."""
@@ -260,7 +264,7 @@ def aio_handle(
         ValueError: a setting is out of its bounds.
         OSError: the named engine is refused by the kernel; the message says why.
     """
-    handle = AioHandle(
+    return AioHandle(
         block_size,
         queue_depth,
         single_submit,
@@ -272,8 +276,3 @@ def aio_handle(
         vector_run_bytes=vector_run_bytes,
         max_pending=max_pending,
     )
-    if not _open_handles:
-        atexit.unregister(_close_open_handles)
-        atexit.register(_close_open_handles)
-    _open_handles.add(handle)
-    return handle

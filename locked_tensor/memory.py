@@ -184,6 +184,22 @@ def is_locked(tensor: torch.Tensor) -> bool:
     return _C.is_locked(tensor)
 
 
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """DeepSpeed's question: true for locked memory, and for memory that torch has pinned for an accelerator."""
+    return _C.is_locked(tensor) or (torch.cuda.is_initialized() and tensor.is_pinned())
+
+
+def new_claimed_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
+    """A one-dimensional `LockedTensor` that can be given up by hand, as DeepSpeed's handles do.
+
+    Raises:
+        LockLimitError: the memory could not be locked.
+    """
+    tensor = tag(_C.new_claimed_tensor(num_elem, dtype))
+    log_milestones()
+    return tensor
+
+
 def memlock_limit() -> MemlockLimit:
     """RLIMIT_MEMLOCK and what this process has locked now. Read from the kernel at each call."""
     return MemlockLimit(*_C.memlock_limit())

@@ -240,6 +240,7 @@ uint64_t not_negative(const char* name, int64_t value) {
 
 void bind_handle(py::module_& module) {
   py::class_<PyHandle> handle(module, "AioHandleBase");
+  const HandleOptions defaults;
   handle.def(py::init([](int64_t block_size, int64_t queue_depth, bool single_submit,
                          bool overlap_events, int64_t intra_op_parallelism,
                          const std::string& engine, const std::string& direct,
@@ -260,8 +261,10 @@ void bind_handle(py::module_& module) {
              }),
              py::arg("block_size"), py::arg("queue_depth"), py::arg("single_submit"),
              py::arg("overlap_events"), py::arg("intra_op_parallelism"), py::kw_only(),
-             py::arg("engine"), py::arg("direct"), py::arg("staging_bytes"),
-             py::arg("vector_run_bytes"), py::arg("max_pending"));
+             py::arg("engine") = defaults.engine, py::arg("direct") = "auto",
+             py::arg("staging_bytes") = defaults.staging_bytes,
+             py::arg("vector_run_bytes") = defaults.vector_run_bytes,
+             py::arg("max_pending") = defaults.max_pending_transfers);
   const auto option = [&](const char* name, auto member) {
     handle.def(name, [member](PyHandle& self) { return self.get().options().*member; });
   };

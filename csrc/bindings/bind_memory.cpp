@@ -94,6 +94,20 @@ bool free_claimed_tensor(const at::Tensor& tensor) {
   return true;
 }
 
+// The same for who kept only the address that a claimed tensor begins at. Nothing is freed here: a
+// live tensor keeps the block, so an address that was used again loses no more than its claim.
+bool free_claimed_at(uintptr_t address) {
+  LockedArena& arena = LockedArena::process();
+  Block* block = arena.hold(reinterpret_cast<const void*>(address));
+  if (block == nullptr) {
+    return false;
+  }
+  const bool is_its_begin = reinterpret_cast<uintptr_t>(block->data) == address;
+  const bool was_claimed = is_its_begin && block->is_claimed.exchange(false);
+  LockedArena::release(block);
+  return was_claimed;
+}
+
 // --- in place -----------------------------------------------------------------------------------
 
 struct StorageSpan {
@@ -193,6 +207,7 @@ void bind_memory(py::module_& module) {
   module.def("fall_back_count", &fall_back_count);
   module.def("new_claimed_tensor", &new_claimed_tensor);
   module.def("free_claimed_tensor", &free_claimed_tensor);
+  module.def("free_claimed_at", &free_claimed_at, py::arg("address"));
   module.def("lock_storage", &lock_storage);
   module.def("unlock_storage", &unlock_storage);
   module.def("memory_stats", &arena_stats);
