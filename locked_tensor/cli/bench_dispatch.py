@@ -142,12 +142,12 @@ def _floor(rounds: int) -> Iterator[Figure]:
     tensors = _three_tensors()
     del tensors["smallest"]
     tensors["floor"] = torch.Tensor._make_subclass(AnswersNothing, tensors["plain"].clone())
-    transpose = VIEWS["transpose"]
-    costs = interleaved({kind: _repeated(transpose, tensor) for kind, tensor in tensors.items()}, rounds)
-    floor = costs["floor"].cpu
-    yield Figure("transpose: torch's way to a subclass and back, nothing computed", floor / CALLS * 1e6, "us")
-    yield Figure("transpose: that way / plain", floor / costs["plain"].cpu, "x")
-    yield Figure("transpose through dispatch, beyond that way and plain", (costs["ours"].cpu - floor - costs["plain"].cpu) / CALLS * 1e6, "us")
+    works: Works = {kind: _repeated(torch.neg, tensor) for kind, tensor in tensors.items()}
+    costs = interleaved(works, rounds)
+    plain, ours, floor = (costs[kind].cpu / CALLS * 1e6 for kind in ("plain", "ours", "floor"))
+    yield Figure("torch.neg, plain", plain, "us")
+    yield Figure("torch.neg, torch's way to a subclass and back, nothing computed", floor, "us")
+    yield Figure("torch.neg, ours beyond both", ours - floor - plain, "us")
 
 
 def _add_to_plain(rounds: int) -> Iterator[Figure]:
