@@ -1,6 +1,7 @@
 #include "bindings/operator_arguments.h"
 
 #include <ATen/ScalarOps.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -114,6 +115,11 @@ bool push_common(const OperatorArgument& argument, PyObject* object, torch::jit:
       }
       return false;
     case ArgumentKind::kInt:
+      if (THPDtype_Check(object)) {  // ScalarType is an int in schemas
+        const auto scalar_type = reinterpret_cast<THPDtype*>(object)->scalar_type;
+        stack->emplace_back(static_cast<int64_t>(scalar_type));
+        return true;
+      }
       return PyLong_CheckExact(object) && push_int(object, stack);
     case ArgumentKind::kIntList:
       return push_int_list(object, stack);

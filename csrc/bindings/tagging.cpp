@@ -1,5 +1,6 @@
 #include "bindings/tagging.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "allocator/locked_allocator.h"
@@ -12,6 +13,7 @@ namespace {
 PyTypeObject* type_of_ours = nullptr;
 
 at::Tensor alias_of(const at::Tensor& tensor) {
+  c10::impl::ExcludeDispatchKeyGuard no_mode_sees_it(c10::python_ks);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const c10::VariableVersion version =
       impl->is_inference() ? c10::VariableVersion() : impl->version_counter();

@@ -1,4 +1,7 @@
-"""`locked-tensor bench dispatch`: what a LockedTensor costs beside a plain tensor and the smallest Python subclass."""
+"""`locked-tensor bench dispatch`: what a LockedTensor costs beside a plain tensor and the smallest Python subclass.
+
+One thread, and its CPU time: other processes do not count.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ VIEWS: dict[str, Call] = {
 }
 LISTS: dict[str, Call] = {
     "chunk": lambda t: torch.Tensor.chunk(t, 4),
-    "split": lambda t: torch.functional.split(t, 4),
+    "split": lambda t: torch._VF.split(t, 4, 0),
     "unbind": lambda t: torch.Tensor.unbind(t),
 }
 
@@ -68,6 +71,17 @@ class SmallestSubclass(torch.Tensor):
         return [torch.Tensor._make_subclass(cls, each) for each in result]
 
 
+class AnswersNothing(torch.Tensor):
+    """Computes nothing and returns one same tensor: what is left is torch's own way to a subclass and back."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    answer = torch.empty(0)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Optional[dict[str, Any]] = None) -> Any:
+        return cls.answer
+
+
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("dispatch", help="operators on locked tensors, one thread", description=__doc__)
     add_output_options(parser)
@@ -82,6 +96,7 @@ def figures(rounds: int) -> list[Figure]:
         found = list(_operators("", METHODS, rounds))
         found += _operators(" through dispatch", VIEWS, rounds)
         found += _operators(" through dispatch", LISTS, rounds)
+        found += _floor(rounds)
         found += _operators("", {"torch.add of two small tensors": lambda t: torch.add(t, t)}, rounds)
         found += _add_to_plain(rounds)
         found += _training_step(rounds)
@@ -110,10 +125,10 @@ def _repeated(call: Callable[..., object], *arguments: Any) -> Callable[[], None
 
 def _compared(what: str, works: Works, rounds: int) -> Iterator[Figure]:
     costs = interleaved(works, rounds)
-    ours = costs["ours"].wall
+    ours = costs["ours"].cpu
     yield Figure(what, ours / CALLS * 1e6, "us")
-    yield Figure(f"{what}, ours / the smallest Python subclass", ours / costs["smallest"].wall, "x")
-    yield Figure(f"{what}, ours / plain", ours / costs["plain"].wall, "x")
+    yield Figure(f"{what}, ours / the smallest Python subclass", ours / costs["smallest"].cpu, "x")
+    yield Figure(f"{what}, ours / plain", ours / costs["plain"].cpu, "x")
 
 
 def _operators(how: str, calls: dict[str, Call], rounds: int) -> Iterator[Figure]:
@@ -121,6 +136,18 @@ def _operators(how: str, calls: dict[str, Call], rounds: int) -> Iterator[Figure
     for name, call in calls.items():
         works: Works = {kind: _repeated(call, tensor) for kind, tensor in tensors.items()}
         yield from _compared(name + how, works, rounds)
+
+
+def _floor(rounds: int) -> Iterator[Figure]:
+    tensors = _three_tensors()
+    del tensors["smallest"]
+    tensors["floor"] = torch.Tensor._make_subclass(AnswersNothing, tensors["plain"].clone())
+    works: Works = {kind: _repeated(torch.neg, tensor) for kind, tensor in tensors.items()}
+    costs = interleaved(works, rounds)
+    plain, ours, floor = (costs[kind].cpu / CALLS * 1e6 for kind in ("plain", "ours", "floor"))
+    yield Figure("torch.neg, plain", plain, "us")
+    yield Figure("torch.neg, torch's way to a subclass and back, nothing computed", floor, "us")
+    yield Figure("torch.neg, ours beyond both", ours - floor - plain, "us")
 
 
 def _add_to_plain(rounds: int) -> Iterator[Figure]:
@@ -150,9 +177,9 @@ def _training_step(rounds: int) -> Iterator[Figure]:
         return step
 
     costs = interleaved({"plain": step_of(torch.clone), "ours": step_of(lt.lock)}, rounds)
-    yield Figure("a training step, 4 layers of 512, batch 256", costs["ours"].wall * 1e3, "ms")
+    yield Figure("a training step, 4 layers of 512, batch 256", costs["ours"].cpu * 1e3, "ms")
     yield Figure(
-        "a training step, parameters locked / plain", costs["ours"].wall / costs["plain"].wall, "x"
+        "a training step, parameters locked / plain", costs["ours"].cpu / costs["plain"].cpu, "x"
     )
 
 
@@ -162,7 +189,7 @@ def _empty_in_the_context(rounds: int) -> Iterator[Figure]:
             _repeated(torch.empty, 16)()
 
     costs = interleaved({"outside": _repeated(torch.empty, 16), "inside": inside}, rounds)
-    microseconds = {name: cost.wall / CALLS * 1e6 for name, cost in costs.items()}
+    microseconds = {name: cost.cpu / CALLS * 1e6 for name, cost in costs.items()}
     yield Figure("torch.empty(16) inside the context", microseconds["inside"], "us")
     yield Figure(
         "torch.empty(16) inside the context, over outside", microseconds["inside"] - microseconds["outside"], "us"
