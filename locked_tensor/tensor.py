@@ -25,7 +25,7 @@ class LockedTensor(torch.Tensor):
     # Note [Dispatch in C++] A function of the compiled half: it calls the operator through its handle and
     # makes LockedTensors of the results that the registry knows (csrc/dispatch/operator_table.h). What has
     # no schema (higher-order operators) it hands to _call_in_python.
-    __torch_dispatch__ = _C.torch_dispatch  # type: ignore[assignment]
+    __torch_dispatch__ = _C.torch_dispatch
 
     def is_locked(self) -> bool:
         """Does the whole byte extent lie in live locked memory? The registry's answer."""

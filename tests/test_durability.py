@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 import torch
+from conftest import missing
 
 import locked_tensor as lt
-from conftest import missing
 
 
 def syncs_of(program, *arguments):

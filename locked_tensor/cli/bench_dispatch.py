@@ -50,7 +50,7 @@ VIEWS: dict[str, Call] = {
 }
 LISTS: dict[str, Call] = {
     "chunk": lambda t: torch.Tensor.chunk(t, 4),
-    "split": lambda t: torch._VF.split(t, 4, 0),
+    "split": lambda t: torch._VF.split(t, 4, 0),  # type: ignore[attr-defined]
     "unbind": lambda t: torch.Tensor.unbind(t),
 }
 
@@ -58,10 +58,10 @@ LISTS: dict[str, Call] = {
 class SmallestSubclass(torch.Tensor):
     """The least Python that makes a subclass whose views are of its class: what ours is measured against."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Optional[dict[str, Any]] = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Optional[dict[str, Any]] = None) -> Any:  # type: ignore[override]
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs or {})
         if not func.is_view:
@@ -74,11 +74,11 @@ class SmallestSubclass(torch.Tensor):
 class AnswersNothing(torch.Tensor):
     """Computes nothing and returns one same tensor: what is left is torch's own way to a subclass and back."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     answer = torch.empty(0)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Optional[dict[str, Any]] = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Optional[dict[str, Any]] = None) -> Any:  # type: ignore[override]
         return cls.answer
 
 

@@ -149,7 +149,7 @@ class Program:
         def in_a_batch(tensor: torch.Tensor, path: Path, offset: int) -> None:
             cut = self.random.randint(0, tensor.numel())
             first = lt.IoRequest(operation, tensor[:cut], path, offset)
-            for ticket in handle.submit_batch([first, (operation, tensor[cut:], path, offset + cut)]):
+            for ticket in handle.submit_batch([first, (operation, tensor[cut:], path, offset + cut)]):  # type: ignore[list-item]
                 ticket.wait()
 
         def awaited(tensor: torch.Tensor, path: Path, offset: int) -> None:
@@ -191,7 +191,7 @@ class Program:
 
     def queue(self) -> None:
         """Many operations at once, some of which fail; buffers of writes go while they are pending."""
-        expected = []
+        expected = []  # type: ignore[var-annotated]
         for model in self.random.sample(self.models, 4):
             offset = self.offset()
             for _ in range(self.random.randint(1, 8)):

@@ -20,15 +20,15 @@ def save_tensor(tensor: torch.Tensor, stream: PageStream) -> int:
     """Appends what `torch.save` makes of the tensor on the CPU, by itself and contiguous; where it begins."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes < LEAST_DIRECT_BYTES:
         begin = stream.tell()
-        torch.save(tensor.cpu().clone(), stream)
+        torch.save(tensor.cpu().clone(), stream)  # type: ignore[arg-type]
         return begin
     stream.align()
     begin = stream.tell()
     around = _Around(tensor, stream)
     # The archive puts storages on pages, as the stream does; the checksums would take longer than the
     # disk, and torch.load does not look at them. Both settings are the process's.
-    with _settings_lock, config.patch({"save.storage_alignment": PAGE_BYTES, "save.compute_crc32": False}):
-        torch.save(_without_bytes(tensor), around)
+    with _settings_lock, config.patch({"save.storage_alignment": PAGE_BYTES, "save.compute_crc32": False}):  # type: ignore[attr-defined]
+        torch.save(_without_bytes(tensor), around)  # type: ignore[arg-type]
     around.check()
     return begin
 
@@ -37,7 +37,7 @@ def _without_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor of the same dtype and shape, over memory that nobody ever touches."""
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(torch.UntypedStorage(tensor.nbytes), 0, tensor.shape)
+        return empty.set_(torch.UntypedStorage(tensor.nbytes), 0, tensor.shape)  # type: ignore[call-overload]
 
 
 class _Around:

@@ -33,7 +33,7 @@ class PageStream:
             os.unlink(self._path)
         with lt.locked_memory():
             self._blocks = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(BLOCKS)]
-        self._views = [memoryview(block.numpy()) for block in self._blocks]
+        self._views = [memoryview(block.numpy()) for block in self._blocks]  # type: ignore[arg-type]
         self._block_tickets: list[Optional[lt.IoTicket]] = [None] * BLOCKS
         self._tensor_tickets: list[lt.IoTicket] = []
         self._current = 0

@@ -69,8 +69,10 @@ class gds_handle(DeepSpeedAioHandle):
         self.pread(buffer, filename, validate, False, file_offset)
         return 0
 
-    def write(self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int = 0) -> int:
-        self.pwrite(buffer, filename, validate, False, file_offset)
+    def write(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, file_offset: int = 0, *, durable: bool = False
+    ) -> int:
+        self.pwrite(buffer, filename, validate, False, file_offset, durable=durable)
         return 0
 
     def pread(self, buffer: torch.Tensor, filename: FileName, validate: bool, *arguments: Any, **named: Any) -> int:
@@ -81,13 +83,17 @@ class gds_handle(DeepSpeedAioHandle):
     def pwrite(self, buffer: torch.Tensor, filename: FileName, validate: bool, *arguments: Any, **named: Any) -> int:
         if not buffer.is_cuda:
             return super().pwrite(buffer, filename, validate, *arguments, **named)
+        if named.pop("durable", False):
+            raise ValueError("cuFile writes are not durable by themselves: call fsync(file) after them")
         return self._run("write", buffer, filename, *_async_and_offset(*arguments, **named))
 
     def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         return self.pread(buffer, filename, False, False, file_offset)
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
-        return self.pwrite(buffer, filename, False, False, file_offset)
+    def sync_pwrite(
+        self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0, *, durable: bool = False
+    ) -> int:
+        return self.pwrite(buffer, filename, False, False, file_offset, durable=durable)
 
     def async_pread(
         self,
@@ -106,8 +112,9 @@ class gds_handle(DeepSpeedAioHandle):
         file_offset: int = 0,
         *,
         fd: Optional[int] = None,
+        durable: bool = False,
     ) -> int:
-        return self.pwrite(buffer, _one_file(filename, fd), False, True, file_offset)
+        return self.pwrite(buffer, _one_file(filename, fd), False, True, file_offset, durable=durable)
 
     def wait(self) -> int:
         """Operations completed since the last wait, of GPU and CPU tensors. Raises the first failure, all being done."""
