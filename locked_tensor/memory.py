@@ -25,6 +25,8 @@ class MemlockLimit(NamedTuple):
 class _TagAllocations(TorchDispatchMode):
     """Makes every result that lies in locked memory a LockedTensor."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
