@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "os/align.h"
+#include "os/memory_room.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -83,6 +84,20 @@ void check_limit(size_t bytes) {
   }
   if (vm_locked_bytes() + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
     throw LockRefused(bytes, ENOMEM, memlock_limit(), "lock");
+  }
+}
+
+// Pages that are not there are asked of the kernel until it kills somebody: refused before. What is
+// small is not worth the look.
+void check_room(size_t bytes, uint64_t MemoryRoom::*most) {
+  if (bytes < kPopulateShareBytes) {
+    return;
+  }
+  const MemoryRoom room = memory_room();
+  if (bytes > room.*most) {
+    throw LockRefused(bytes, ENOMEM, memlock_limit(),
+                      "lock, where " + format_bytes(room.available) + " of " +
+                          format_bytes(room.total) + " of memory are available,");
   }
 }
 
@@ -156,6 +171,9 @@ std::string remedy(int errno_value, const std::string& tried) {
     return "make room with \"echo N > /proc/sys/vm/nr_hugepages\" (N pages of 2 MiB), or ask for "
            "huge_pages=\"auto\"";
   }
+  if (tried.find("available") != std::string::npos) {
+    return "ask for less, or free some";
+  }
   if (errno_value == ENOMEM || errno_value == EAGAIN || errno_value == EPERM) {
     return "raise it with \"ulimit -l\" (or limits.conf), systemd LimitMEMLOCK=infinity, "
            "\"docker run --ulimit memlock=-1\" or CAP_IPC_LOCK; or ask for less";
@@ -189,6 +207,7 @@ LockedPages::LockedPages(size_t bytes, const PageOptions& options) : options_(op
   size_ = align_up(bytes, page_size());
   if (!is_hugetlb) {
     check_limit(size_);
+    check_room(size_, &MemoryRoom::available);
   }
   const bool wants_alignment = options.huge_pages == HugePages::kAuto && size_ >= kHugePageBytes;
   const size_t reserve = size_ + (wants_alignment ? kHugePageBytes - page_bytes() : 0);
@@ -293,6 +312,7 @@ void LockedPages::append(LockedPages&& next) {
 
 void lock_pages(void* begin, size_t bytes) {
   check_limit(bytes);
+  check_room(bytes, &MemoryRoom::total);  // some of it may be there already
   if (kernel_mlock(begin, bytes) != 0) {
     const int errno_value = errno;
     kernel_munlock(begin, bytes);  // what was locked before the refusal
