@@ -618,8 +618,8 @@ def test_a_child_inherits_no_lock():
     assert lt.is_locked(tensor)
 
 
-def test_more_memory_than_is_free_is_refused_before_the_kernel_looks_for_it():
+def test_more_memory_than_there_is_is_refused_before_the_kernel_looks_for_it():
     with lt.locked_memory():
-        with pytest.raises(lt.LockLimitError, match="cannot find free memory .* are available. for 1.0 TiB"):
+        with pytest.raises(lt.LockLimitError, match=r"cannot lock, where .* of memory are available, 1\.0 TiB"):
             torch.empty(1 << 40, dtype=torch.uint8)
         assert torch.empty(1 << 20, dtype=torch.uint8).is_locked()

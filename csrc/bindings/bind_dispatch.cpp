@@ -88,8 +88,8 @@ bool is_ours(PyObject* type) {
 }
 
 bool are_all_ours(PyObject* types) {
-  const py::object sequence =
-      py::reinterpret_steal<py::object>(checked(PySequence_Fast(types, "types must be a sequence")));
+  const py::object sequence = py::reinterpret_steal<py::object>(
+      checked(PySequence_Fast(types, "types must be a sequence")));
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i) {
     if (!is_ours(PySequence_Fast_GET_ITEM(sequence.ptr(), i))) {
       return false;
@@ -168,7 +168,8 @@ PyObject* run(PyObject* const* given, Py_ssize_t count, PyObject* names, bool is
       return py::reinterpret_borrow<py::object>(Py_NotImplemented);
     }
     // A mode meets our own tensors on the way: unless others want to see the operator, at once.
-    const bool is_last = !is_mode || (all_ours && !c10::impl::TorchDispatchModeTLS::any_modes_set());
+    const bool is_last =
+        !is_mode || (all_ours && !c10::impl::TorchDispatchModeTLS::any_modes_set());
     return call_and_tag(arguments.func, is_last ? Below::kPython : Below::kMode, args,
                         arguments.kwargs);
   });
@@ -184,10 +185,12 @@ PyObject* dispatch_in_mode(PyObject*, PyObject* const* given, Py_ssize_t count, 
 
 PyObject* tag(PyObject*, PyObject* tensor) {
   if (!THPVariable_Check(tensor)) {
-    return PyErr_Format(PyExc_TypeError, "tag takes a tensor, got %.200s", Py_TYPE(tensor)->tp_name);
+    return PyErr_Format(PyExc_TypeError, "tag takes a tensor, got %.200s",
+                        Py_TYPE(tensor)->tp_name);
   }
   return with_python_errors([&] {
-    return py::reinterpret_steal<py::object>(checked(wrap_tagged(at::Tensor(THPVariable_Unpack(tensor)))));
+    return py::reinterpret_steal<py::object>(
+        checked(wrap_tagged(at::Tensor(THPVariable_Unpack(tensor)))));
   });
 }
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <limits>
+
 #include "allocator/allocator_switch.h"
 #include "allocator/locked_allocator.h"
 #include "allocator/storage_hold.h"
@@ -58,6 +60,11 @@ at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
     throw py::value_error("num_elem must not be negative, got " + std::to_string(count));
   }
   const auto scalar_type = torch::python::detail::py_object_to_dtype(std::move(dtype));
+  const auto item_bytes = static_cast<int64_t>(c10::elementSize(scalar_type));
+  if (count > std::numeric_limits<int64_t>::max() / item_bytes) {
+    throw py::value_error("num_elem is more than memory can have: " + std::to_string(count) +
+                          " elements of " + std::to_string(item_bytes) + " bytes");
+  }
   at::Tensor tensor;
   {
     py::gil_scoped_release no_gil;

@@ -112,7 +112,8 @@ PyObject* wrap(std::vector<at::Tensor>&& views) {
 
 PyObject* narrow(const at::Tensor& self, const Arguments& given) {
   expect(given.count == 3);
-  return wrap(self.narrow(to_int(given.values[0]), to_int(given.values[1]), to_int(given.values[2])));
+  return wrap(
+      self.narrow(to_int(given.values[0]), to_int(given.values[1]), to_int(given.values[2])));
 }
 
 PyObject* view(const at::Tensor& self, const Arguments& given) {
@@ -205,10 +206,10 @@ struct Lane {
   Py_ssize_t place_of_dim;  // where `dim=` by name stands; -1: no names
 };
 
-constexpr Lane kLanes[] = {
-    {"narrow", narrow, -1}, {"view", view, -1},   {"select", select, -1},
-    {"transpose", transpose, -1}, {"chunk", chunk, 1}, {"split", split, 1},
-    {"unbind", unbind, 0}, {"__getitem__", getitem, -1}};
+constexpr Lane kLanes[] = {{"narrow", narrow, -1}, {"view", view, -1},
+                           {"select", select, -1}, {"transpose", transpose, -1},
+                           {"chunk", chunk, 1},    {"split", split, 1},
+                           {"unbind", unbind, 0},  {"__getitem__", getitem, -1}};
 constexpr size_t kCount = std::size(kLanes);
 
 // torch.Tensor's. Kept, as the class is.

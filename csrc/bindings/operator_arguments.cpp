@@ -51,12 +51,11 @@ std::unique_ptr<Operator> find_operator(PyObject* overload) {
   if (!handle.has_value()) {
     return nullptr;
   }
-  auto found =
-      std::make_unique<Operator>(Operator{*handle, results_of(handle->schema()), {}});
+  auto found = std::make_unique<Operator>(Operator{*handle, results_of(handle->schema()), {}});
   for (const c10::Argument& argument : handle->schema().arguments()) {
-    found->arguments.push_back({kind_of(argument), PyUnicode_InternFromString(argument.name().c_str()),
-                                argument.real_type(), argument.N(), argument.default_value(),
-                                argument.kwarg_only()});
+    found->arguments.push_back(
+        {kind_of(argument), PyUnicode_InternFromString(argument.name().c_str()),
+         argument.real_type(), argument.N(), argument.default_value(), argument.kwarg_only()});
   }
   return found;
 }
@@ -166,7 +165,8 @@ const Operator* operator_of(PyObject* overload) {
   return known->emplace(overload, std::move(found)).first->second.get();
 }
 
-bool push_arguments(const Operator& op, PyObject* args, PyObject* kwargs, torch::jit::Stack* stack) {
+bool push_arguments(const Operator& op, PyObject* args, PyObject* kwargs,
+                    torch::jit::Stack* stack) {
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args));
   const Py_ssize_t named = kwargs == nullptr ? 0 : PyDict_GET_SIZE(kwargs);
   if (count + named > op.arguments.size()) {

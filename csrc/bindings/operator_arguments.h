@@ -1,10 +1,9 @@
 // Operators as Python names them, and their arguments on the way from Python to the dispatcher.
 #pragma once
 
-#include <Python.h>
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <Python.h>
 
 #include <vector>
 

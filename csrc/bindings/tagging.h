@@ -1,9 +1,8 @@
 // Tagging: tensors as Python sees them, LockedTensors where the registry knows their bytes.
 #pragma once
 
-#include <Python.h>
-
 #include <ATen/core/Tensor.h>
+#include <Python.h>
 
 namespace locked_tensor {
 

@@ -15,19 +15,26 @@ const Table& table() {
   static const Table* entries = [] {
     auto* made = new Table;
     for (std::string_view name :
-         {"_conj", "_neg_view", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach",
-          "diagonal", "expand", "narrow", "permute", "select", "slice", "split",
-          "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsafe_split",
-          "unsqueeze", "view", "view_as_complex", "view_as_real"}) {
+         {"_conj",        "_neg_view", "_reshape_alias", "_unsafe_view",    "alias",
+          "as_strided",   "detach",    "diagonal",       "expand",          "narrow",
+          "permute",      "select",    "slice",          "split",           "split_with_sizes",
+          "squeeze",      "t",         "transpose",      "unbind",          "unfold",
+          "unsafe_split", "unsqueeze", "view",           "view_as_complex", "view_as_real"}) {
       made->emplace(name, Results::kViews);
     }
-    for (std::string_view name :
-         {"_to_copy", "abs", "add", "addmm", "bmm", "cat", "clone", "cos", "div", "empty_like",
-          "eq", "exp", "full_like", "ge", "gelu", "gt", "le", "log", "lt", "maximum", "mean",
-          "minimum", "mm", "mul", "ne", "neg", "new_empty", "new_empty_strided", "new_full",
-          "new_ones", "new_zeros", "ones_like", "pow", "rand_like", "randn_like", "reciprocal",
-          "relu", "rsqrt", "rsub", "sigmoid", "silu", "sin", "sqrt", "stack", "sub", "sum", "tanh",
-          "where", "zeros_like"}) {
+    for (std::string_view name : {"_to_copy",  "abs",        "add",        "addmm",
+                                  "bmm",       "cat",        "clone",      "cos",
+                                  "div",       "empty_like", "eq",         "exp",
+                                  "full_like", "ge",         "gelu",       "gt",
+                                  "le",        "log",        "lt",         "maximum",
+                                  "mean",      "minimum",    "mm",         "mul",
+                                  "ne",        "neg",        "new_empty",  "new_empty_strided",
+                                  "new_full",  "new_ones",   "new_zeros",  "ones_like",
+                                  "pow",       "rand_like",  "randn_like", "reciprocal",
+                                  "relu",      "rsqrt",      "rsub",       "sigmoid",
+                                  "silu",      "sin",        "sqrt",       "stack",
+                                  "sub",       "sum",        "tanh",       "where",
+                                  "zeros_like"}) {
       made->emplace(name, Results::kFresh);
     }
     return made;

@@ -9,8 +9,16 @@
 
 namespace locked_tensor {
 
+namespace {
+
+// A larger chunk would be no faster, and lock more than one small tensor is worth.
+constexpr uint64_t kMostChunkBytes = uint64_t{32} << 20;
+
+}  // namespace
+
 Staging::Staging(uint64_t chunk_bytes, uint64_t limit_bytes)
-    : chunk_bytes_(align_up(std::min(chunk_bytes, limit_bytes / 8), page_bytes())),
+    : chunk_bytes_(
+          align_up(std::min({chunk_bytes, limit_bytes / 8, kMostChunkBytes}), page_bytes())),
       chunks_per_slab_(std::max<uint64_t>(1, kHugePageBytes / chunk_bytes_)),
       limit_(std::max<uint64_t>(2, limit_bytes / chunk_bytes_)) {}
 

@@ -43,8 +43,8 @@ void validate(const Transfer& transfer) {
     for (uint64_t at = 0; at < part.layout().bytes(); at += kCompareBytes) {
       const uint64_t bytes = std::min(kCompareBytes, part.layout().bytes() - at);
       part.layout().gather(at, bytes, in_memory.data());
-      const uint64_t found =
-          read_fully(transfer.read_back.get(), in_file.data(), bytes, part.file_offset() + at, path);
+      const uint64_t found = read_fully(transfer.read_back.get(), in_file.data(), bytes,
+                                        part.file_offset() + at, path);
       const auto end = in_memory.begin() + static_cast<ptrdiff_t>(bytes);
       const auto differs = std::mismatch(in_memory.begin(), end, in_file.begin()).first;
       const auto equal = static_cast<uint64_t>(differs - in_memory.begin());

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "os/align.h"
+#include "os/memory_room.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -33,9 +34,6 @@ std::atomic<uint64_t> hugetlb_bytes{0};
 // A thread is worth its start from this many bytes on.
 constexpr size_t kPopulateShareBytes = size_t{32} << 20;
 constexpr size_t kMostPopulateThreads = 8;
-
-// From here on it is asked first whether so much memory is free.
-constexpr size_t kCheckedBytes = size_t{256} << 20;
 
 // The system calls themselves: under a sanitizer libc's mlock does nothing and says it did.
 int kernel_mlock(void* begin, size_t bytes) {
@@ -56,19 +54,15 @@ std::string show(const std::optional<uint64_t>& limit) {
   return limit ? format_bytes(*limit) : "unlimited";
 }
 
-// The number after `name` in a file of /proc, if it is there.
-std::optional<uint64_t> number_in(const char* path, const std::string& name, int base) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
+// The number after `name` in /proc/self/status, 0 where there is none.
+uint64_t status_number(const std::string& name, int base) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
     if (line.starts_with(name)) {
       return std::stoull(line.substr(name.size()), nullptr, base);
     }
   }
-  return std::nullopt;
-}
-
-uint64_t status_number(const std::string& name, int base) {
-  return number_in("/proc/self/status", name, base).value_or(0);
+  return 0;
 }
 
 uint64_t vm_locked_bytes() {
@@ -92,15 +86,17 @@ void check_limit(size_t bytes) {
   }
 }
 
-// Refuses what would have the kernel kill a process to find the memory, whatever may be locked.
-void check_available(size_t bytes) {
-  if (bytes < kCheckedBytes) {
-    return;  // not worth reading a file for
+// Pages that are not there are asked of the kernel until it kills somebody: refused before. What is
+// small is not worth the look.
+void check_room(size_t bytes, uint64_t MemoryRoom::*most) {
+  if (bytes < kPopulateShareBytes) {
+    return;
   }
-  const std::optional<uint64_t> kib = number_in("/proc/meminfo", "MemAvailable:", 10);
-  if (kib && bytes > *kib * 1024) {
+  const MemoryRoom room = memory_room();
+  if (bytes > room.*most) {
     throw LockRefused(bytes, ENOMEM, memlock_limit(),
-                      "find free memory (" + format_bytes(*kib * 1024) + " are available) for");
+                      "lock, where " + format_bytes(room.available) + " of " +
+                          format_bytes(room.total) + " of memory are available,");
   }
 }
 
@@ -166,9 +162,10 @@ std::string remedy(int errno_value, const std::string& tried) {
     return "make room with \"echo N > /proc/sys/vm/nr_hugepages\" (N pages of 2 MiB), or ask for "
            "huge_pages=\"auto\"";
   }
-  const bool is_memory_short = tried.find("free memory") != std::string::npos;
-  if (!is_memory_short &&
-      (errno_value == ENOMEM || errno_value == EAGAIN || errno_value == EPERM)) {
+  if (tried.find("available") != std::string::npos) {
+    return "ask for less, or free some";
+  }
+  if (errno_value == ENOMEM || errno_value == EAGAIN || errno_value == EPERM) {
     return "raise it with \"ulimit -l\" (or limits.conf), systemd LimitMEMLOCK=infinity, "
            "\"docker run --ulimit memlock=-1\" or CAP_IPC_LOCK; or ask for less";
   }
@@ -205,7 +202,7 @@ LockedPages::LockedPages(size_t bytes, const PageOptions& options) : options_(op
   size_ = align_up(bytes, page_size());
   if (!is_hugetlb) {
     check_limit(size_);
-    check_available(size_);
+    check_room(size_, &MemoryRoom::available);
   }
   const bool wants_alignment = options.huge_pages == HugePages::kAuto && size_ >= kHugePageBytes;
   const size_t reserve = size_ + (wants_alignment ? kHugePageBytes - page_bytes() : 0);
@@ -306,6 +303,7 @@ void LockedPages::append(LockedPages&& next) {
 
 void lock_pages(void* begin, size_t bytes) {
   check_limit(bytes);
+  check_room(bytes, &MemoryRoom::total);  // some of it may be there already
   if (kernel_mlock(begin, bytes) != 0) {
     const int errno_value = errno;
     kernel_munlock(begin, bytes);  // what was locked before the refusal

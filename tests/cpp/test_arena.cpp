@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -14,6 +15,8 @@
 #include "memory/locked_arena.h"
 #include "memory/range_registry.h"
 #include "os/align.h"
+#include "os/locked_pages.h"
+#include "os/memory_room.h"
 #include "support.h"
 
 using namespace locked_tensor;
@@ -276,4 +279,29 @@ TEST_CASE("spans that share a page are counted, and a span locked twice is unloc
   CHECK(vm_locked_bytes() == before);
   CHECK_THROWS_AS(unlock_in_place(second, page_bytes()), std::invalid_argument);
   ::munmap(pages, 3 * page_bytes());
+}
+
+TEST_CASE("more than the machine has is refused before a page of it is touched") {
+  const MemoryRoom room = memory_room();
+  CHECK(room.total >= room.available / 2);
+  const uint64_t before = testing::vm_locked_bytes();
+  for (const uint64_t bytes : {room.available + (uint64_t{8} << 30), uint64_t{1} << 45}) {
+    try {
+      const LockedPages pages(bytes, PageOptions{});
+      FAIL("refused");
+    } catch (const LockRefused& refused) {
+      CHECK(refused.errno_value() == ENOMEM);
+      CHECK(refused.bytes_asked() >= bytes);
+      CHECK(std::string(refused.what()).find("ask for less") != std::string::npos);
+    }
+  }
+  // Nor may memory that was mapped and never touched be locked in place.
+  const uint64_t most = room.total + (uint64_t{1} << 30);
+  void* mapped = ::mmap(nullptr, most, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped != MAP_FAILED) {
+    CHECK_THROWS_AS(lock_pages(mapped, most), LockRefused);
+    ::munmap(mapped, most);
+  }
+  CHECK(testing::vm_locked_bytes() == before);
 }
