@@ -41,6 +41,8 @@ from locked_tensor.memory import (
     set_log_milestone,
     unlock_,
 )
+from locked_tensor.safetensors_reader import SafetensorsFile, load, open_safetensors
+from locked_tensor.safetensors_writer import save
 from locked_tensor.tensor import LockedTensor, as_plain
 
 __version__ = "0.1.0"
@@ -55,12 +57,14 @@ __all__ = [
     "LockLimitError",
     "LockedTensor",
     "MemlockLimit",
+    "SafetensorsFile",
     "ShortReadError",
     "aio_handle",
     "as_plain",
     "empty_cache",
     "engines",
     "is_locked",
+    "load",
     "lock",
     "lock_",
     "locked_memory",
@@ -70,7 +74,9 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "open_safetensors",
     "reset_peak_memory_stats",
+    "save",
     "set_cache_limit",
     "set_log_milestone",
     "unlock_",

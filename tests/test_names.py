@@ -22,12 +22,14 @@ IoTicket
 LockLimitError
 LockedTensor
 MemlockLimit
+SafetensorsFile
 ShortReadError
 aio_handle
 as_plain
 empty_cache
 engines
 is_locked
+load
 lock
 lock_
 locked_memory
@@ -37,7 +39,9 @@ memory_allocated
 memory_reserved
 memory_stats
 memory_summary
+open_safetensors
 reset_peak_memory_stats
+save
 set_cache_limit
 set_log_milestone
 unlock_""",
