@@ -44,12 +44,14 @@ from locked_tensor.memory import (
 from locked_tensor.safetensors_reader import SafetensorsFile, load, open_safetensors
 from locked_tensor.safetensors_writer import save
 from locked_tensor.tensor import LockedTensor, as_plain
+from locked_tensor.writer import FileWriter, open_writer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AioHandle",
     "EngineInfo",
+    "FileWriter",
     "InternalError",
     "IoRequest",
     "IoStats",
@@ -75,6 +77,7 @@ __all__ = [
     "memory_stats",
     "memory_summary",
     "open_safetensors",
+    "open_writer",
     "reset_peak_memory_stats",
     "save",
     "set_cache_limit",

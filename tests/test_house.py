@@ -20,7 +20,7 @@ FLOORS = {
 WITHOUT_TORCH = ["os", "memory", "io", "handle"]
 PYTHON_STAIR = ["errors", "engines", "tensor", "memory", "awaiting", "handle"]
 PYTHON_STAIR += ["scratch", "files", "tickets", "boxes", "safetensors_format", "safetensors_reader"]
-PYTHON_STAIR += ["safetensors_writer", "__init__", "cli", "__main__"]
+PYTHON_STAIR += ["safetensors_writer", "writer", "__init__", "cli", "__main__"]
 
 
 def includes(path: Path) -> list[str]:
