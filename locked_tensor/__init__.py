@@ -41,13 +41,17 @@ from locked_tensor.memory import (
     set_log_milestone,
     unlock_,
 )
+from locked_tensor.safetensors_reader import SafetensorsFile, load, open_safetensors
+from locked_tensor.safetensors_writer import save
 from locked_tensor.tensor import LockedTensor, as_plain
+from locked_tensor.writer import FileWriter, open_writer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AioHandle",
     "EngineInfo",
+    "FileWriter",
     "InternalError",
     "IoRequest",
     "IoStats",
@@ -55,12 +59,14 @@ __all__ = [
     "LockLimitError",
     "LockedTensor",
     "MemlockLimit",
+    "SafetensorsFile",
     "ShortReadError",
     "aio_handle",
     "as_plain",
     "empty_cache",
     "engines",
     "is_locked",
+    "load",
     "lock",
     "lock_",
     "locked_memory",
@@ -70,7 +76,10 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "open_safetensors",
+    "open_writer",
     "reset_peak_memory_stats",
+    "save",
     "set_cache_limit",
     "set_log_milestone",
     "unlock_",

@@ -19,7 +19,8 @@ FLOORS = {
 }
 WITHOUT_TORCH = ["os", "memory", "io", "handle"]
 PYTHON_STAIR = """
-    errors engines tensor memory awaiting settings handle __init__ swap integrations cli __main__
+    errors engines tensor memory awaiting settings handle scratch files tickets boxes safetensors_format
+    safetensors_reader safetensors_writer writer __init__ swap integrations cli __main__
 """.split()
 
 

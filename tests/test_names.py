@@ -15,6 +15,7 @@ def test_the_public_names():
         """\
 AioHandle
 EngineInfo
+FileWriter
 InternalError
 IoRequest
 IoStats
@@ -22,12 +23,14 @@ IoTicket
 LockLimitError
 LockedTensor
 MemlockLimit
+SafetensorsFile
 ShortReadError
 aio_handle
 as_plain
 empty_cache
 engines
 is_locked
+load
 lock
 lock_
 locked_memory
@@ -37,7 +40,10 @@ memory_allocated
 memory_reserved
 memory_stats
 memory_summary
+open_safetensors
+open_writer
 reset_peak_memory_stats
+save
 set_cache_limit
 set_log_milestone
 unlock_""",
