@@ -8,9 +8,6 @@ import threading
 from typing import Callable, Protocol
 
 
-_LOOK_AGAIN_SECONDS = 0.2  # a signal that was missed costs this, and never the program
-
-
 class Awaited(Protocol):
     """What can be awaited here: a ticket."""
 
@@ -44,9 +41,7 @@ class CompletionEvents:
         loop.add_reader(self.fd, self._wake)
         try:
             self._wake()  # it may have ended before the reader was there
-            while not future.done():
-                await asyncio.wait([future], timeout=_LOOK_AGAIN_SECONDS)
-                self._wake()
+            await future
         finally:
             self._leave(loop, future)
         return ticket.wait()

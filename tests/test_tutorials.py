@@ -17,7 +17,7 @@ def test_there_are_tutorials():
 def test_notebook_runs_and_keeps_its_outputs(path, disk_folder):
     notebook = nbformat.read(path, as_version=4)
     assert any(cell.get("outputs") for cell in notebook.cells)
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(disk_folder)}})
+    client = NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(disk_folder)}})
     client.execute()
 
 
