@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional, Sequence
 import torch
 
 from locked_tensor.handle import AioHandle
+from locked_tensor.swap.free_space import FreeSpace
 from locked_tensor.swap.store import page_aligned
 from locked_tensor.tensor import tag
 
@@ -47,55 +48,39 @@ class _Buffers:
         example = torch.empty(0, dtype=torch.uint8)
         self.tensors = [handle.new_cpu_locked_tensor(buffer_bytes, example) for _ in range(count)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.free = [[(0, buffer_bytes)] for _ in range(count)]  # (offset, bytes), never adjacent
+        self.free = [FreeSpace(buffer_bytes) for _ in range(count)]
         self.returned: queue.SimpleQueue[_Slot] = queue.SimpleQueue()  # filled by finalizers
         self.lock = threading.Lock()
 
     def take(self, nbytes: int) -> Optional[_Slot]:
-        """The smallest free piece that fits, cut to size."""
+        """Of the buffer with the smallest free piece that fits."""
         with self.lock:
             self._collect()
-            fitting = [
-                (free, buffer, offset)
-                for buffer, pieces in enumerate(self.free)
-                for offset, free in pieces
-                if free >= nbytes
-            ]
+            fitting = [(fit, buffer) for buffer, free in enumerate(self.free) if (fit := free.fit(nbytes)) is not None]
             if not fitting:
                 return None
-            free, buffer, offset = min(fitting)
-            self.free[buffer].remove((offset, free))
-            if free > nbytes:
-                self.free[buffer].append((offset + nbytes, free - nbytes))
-            return _Slot(buffer, offset, nbytes)
+            _, buffer = min(fitting)
+            offset = self.free[buffer].take(nbytes)
+            return None if offset is None else _Slot(buffer, offset, nbytes)
 
     def largest_free(self) -> int:
         with self.lock:
             self._collect()
-            return max((free for pieces in self.free for _, free in pieces), default=0)
+            return max(free.largest for free in self.free)
 
-    def states(self, buffer_bytes: int) -> list[BufferState]:
+    def states(self) -> list[BufferState]:
         with self.lock:
             self._collect()
             return [
-                BufferState.FREE if pieces == [(0, buffer_bytes)] else BufferState.LEASED
-                for pieces in self.free
+                BufferState.FREE if free.total == tensor.nbytes else BufferState.LEASED
+                for free, tensor in zip(self.free, self.tensors)
             ]
 
     def _collect(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._give_back(self.returned.get_nowait())
-
-    def _give_back(self, slot: _Slot) -> None:
-        pieces = sorted([*self.free[slot.buffer], (slot.offset, slot.nbytes)])
-        merged = pieces[:1]
-        for offset, nbytes in pieces[1:]:
-            if sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-            else:
-                merged.append((offset, nbytes))
-        self.free[slot.buffer] = merged
+                slot = self.returned.get_nowait()
+                self.free[slot.buffer].give_back(slot.offset, slot.nbytes)
 
 
 class Lease:
@@ -169,7 +154,7 @@ class SwapBufferPool:
 
     def states(self) -> list[BufferState]:
         """The state of each buffer."""
-        return self._buffers.states(self.buffer_bytes)
+        return self._buffers.states()
 
     def lease(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import errno
 import fcntl
 import mmap
@@ -15,7 +14,9 @@ from typing import Iterable, Sequence, Union
 
 import torch
 
+from locked_tensor.errors import InternalError
 from locked_tensor.swap.folder import FolderPath, SwapFolder, free_bytes
+from locked_tensor.swap.free_space import FreeSpace
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -30,42 +31,29 @@ class _SwapFile:
     path: Path
     fd: int
     size: int = 0
-    used_bytes: int = 0
-    free: list[tuple[int, int]] = field(default_factory=list)  #: (offset, bytes), sorted, never adjacent
+    free: FreeSpace = field(default_factory=lambda: FreeSpace(0))
+
+    @property
+    def used_bytes(self) -> int:
+        return self.size - self.free.total
 
     def take(self, nbytes: int) -> int:
-        """The offset of the smallest free extent that fits, the file made longer if there is none."""
-        fitting = [(free, offset) for offset, free in self.free if free >= nbytes]
-        if fitting:
-            free, offset = min(fitting)
-            self.free.remove((offset, free))
-            if free > nbytes:
-                bisect.insort(self.free, (offset + nbytes, free - nbytes))
-        else:
-            offset = self.size
-            if self.free and sum(self.free[-1]) == self.size:
-                offset = self.free[-1][0]
-            try:
-                os.posix_fallocate(self.fd, self.size, offset + nbytes - self.size)
-            except OSError:
-                os.ftruncate(self.fd, self.size)  # what it did get
-                raise
-            if offset < self.size:
-                self.free.pop()
-            self.size = offset + nbytes
-        self.used_bytes += nbytes
+        """The offset of so many bytes, the file made longer if no free piece has them."""
+        if self.free.fit(nbytes) is None:
+            self._grow(nbytes - self.free.free_at_end(self.size))
+        offset = self.free.take(nbytes)
+        if offset is None:
+            raise InternalError(f"{nbytes} bytes do not fit a file that was made longer for them")
         return offset
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        self.used_bytes -= nbytes
-        at = bisect.bisect(self.free, (offset, 0))
-        if at < len(self.free) and offset + nbytes == self.free[at][0]:
-            nbytes += self.free.pop(at)[1]
-        if at > 0 and sum(self.free[at - 1]) == offset:
-            at -= 1
-            before = self.free.pop(at)
-            offset, nbytes = before[0], before[1] + nbytes
-        self.free.insert(at, (offset, nbytes))
+    def _grow(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, self.size, nbytes)
+        except OSError:
+            os.ftruncate(self.fd, self.size)  # what it did get
+            raise
+        self.free.give_back(self.size, nbytes)
+        self.size += nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +158,7 @@ class SwapStore:
     def _collect(self) -> None:
         while not self._freed.empty():
             extent = self._freed.get()
-            extent.file.give_back(extent.offset, extent.nbytes)
+            extent.file.free.give_back(extent.offset, extent.nbytes)
 
 
 def _create_file(folder: SwapFolder) -> _SwapFile:
