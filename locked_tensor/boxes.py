@@ -51,7 +51,9 @@ def select(shape: tuple[int, ...], index: Any) -> Box:
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     parts = _spread(index, len(shape))
-    offset, sizes, kept = 0, [], []  # type: ignore[var-annotated]
+    offset = 0
+    sizes: list[int] = []
+    kept: list[bool] = []
     for part, size, stride in zip(parts, shape, strides):
         if isinstance(part, slice):
             begin, end, step = part.indices(size)

@@ -72,10 +72,15 @@ def replacing(path: str) -> Generator[int, None, None]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: Union[str, "os.PathLike[str]"]) -> None:
+    """What the folder names is on the device when this returns (fsync(2)).
+
+    Raises:
+        OSError: the kernel refused.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -191,7 +191,7 @@ class Program:
 
     def queue(self) -> None:
         """Many operations at once, some of which fail; buffers of writes go while they are pending."""
-        expected = []  # type: ignore[var-annotated]
+        expected: list[str] = []
         for model in self.random.sample(self.models, 4):
             offset = self.offset()
             for _ in range(self.random.randint(1, 8)):

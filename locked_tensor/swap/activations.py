@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
-from locked_tensor.swap.pool import SwapBufferPool
+from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
 from locked_tensor.swap.saved import Kept, Packed, take
 from locked_tensor.swap.store import PAGE_BYTES, Extent, SwapStore
 from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats
@@ -83,6 +83,7 @@ class _Saved:
         self.coming: Optional[tuple[torch.Tensor, Pending]] = None
 
     def start_reading(self, io: SwapIo) -> tuple[torch.Tensor, Pending]:
+        """What it is read into, and the read; of one that was started before, if any."""
         if self.coming is None:
             for write in self.writes:
                 write.wait()
@@ -91,10 +92,9 @@ class _Saved:
             self.coming = tensor, io.read(self.extent, target)
         return self.coming
 
-    def finish_reading(self) -> torch.Tensor:
-        if self.coming is None:
-            raise RuntimeError("no read was started")
-        (tensor, read), self.coming = self.coming, None
+    def finish_reading(self, io: SwapIo) -> torch.Tensor:
+        tensor, read = self.start_reading(io)
+        self.coming = None
         read.wait()
         return tensor
 
@@ -116,10 +116,7 @@ class _Offload:
     def __init__(
         self, folder: Any, handle: Optional[AioHandle], max_locked_bytes: int, min_bytes: int
     ) -> None:
-        buffer_bytes = max_locked_bytes // (_BUFFERS + 1) // PAGE_BYTES * PAGE_BYTES
-        if buffer_bytes < _SMALLEST_BUFFER:
-            least = (_BUFFERS + 1) * _SMALLEST_BUFFER
-            raise ValueError(f"max_locked_bytes must be at least {least}, got {max_locked_bytes}")
+        buffer_bytes = buffer_bytes_within(max_locked_bytes, _BUFFERS, _SMALLEST_BUFFER)
         self.store = SwapStore(folder)
         self.io = SwapIo(handle, staging_bytes=buffer_bytes)
         self.min_bytes = min_bytes
@@ -155,7 +152,7 @@ class _Offload:
                 ahead = self._living[number]() if number in self._living else None
                 if ahead is not None:
                     ahead.start_reading(self.io)
-            return saved.finish_reading()
+            return saved.finish_reading(self.io)
 
     def _goes_to_disk(self, tensor: torch.Tensor) -> bool:
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < self.min_bytes:

@@ -22,7 +22,7 @@ from locked_tensor.swap.optimizer_state import (
     local,
 )
 from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks
-from locked_tensor.swap.pool import SwapBufferPool
+from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
 from locked_tensor.swap.store import SwapStore, page_aligned
 from locked_tensor.swap.transfer import SwapIo
 
@@ -48,10 +48,11 @@ _REFUSED = {
     torch.optim.LBFGS: "its state is a history over all parameters at once, kept under the first of them"
 }
 
+_DEFAULT_BUDGET = 256 << 20
 _BUFFERS = 8  # one is updated, three are read ahead, the rest are written
 _LARGEST_BUFFER = 32 << 20
 _CUT_ELEMENTS = 4096  # pieces begin at multiples, so that their bytes begin at whole pages
-_LARGEST_ELEMENT = 16  # bytes of state for an element: four of fp32
+_SMALLEST_BUFFER = 16 * _CUT_ELEMENTS  # 16 bytes of state for an element: four of fp32
 
 
 class OptimizerSwapStats(NamedTuple):
@@ -112,12 +113,8 @@ class SwappedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class, kwargs)
-        budget = 256 << 20 if max_locked_bytes is None else max_locked_bytes
-        buffer_bytes = min(budget // (_BUFFERS + 1), _LARGEST_BUFFER) // page_aligned(1) * page_aligned(1)
-        smallest = _LARGEST_ELEMENT * _CUT_ELEMENTS
-        if buffer_bytes < smallest:
-            least = smallest * (_BUFFERS + 1)
-            raise ValueError(f"max_locked_bytes must be at least {least}, got {max_locked_bytes}")
+        budget = _DEFAULT_BUDGET if max_locked_bytes is None else max_locked_bytes
+        buffer_bytes = min(buffer_bytes_within(budget, _BUFFERS, _SMALLEST_BUFFER), _LARGEST_BUFFER)
         self._optimizer_class = optimizer_class
         self._options = kwargs
         self._min_bytes = max(min_bytes, 1)

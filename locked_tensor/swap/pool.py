@@ -15,7 +15,7 @@ import torch
 
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.free_space import FreeSpace
-from locked_tensor.swap.store import page_aligned
+from locked_tensor.swap.store import PAGE_BYTES, page_aligned
 from locked_tensor.tensor import tag
 
 
@@ -113,6 +113,17 @@ class Lease:
 
     def __exit__(self, *exception: Any) -> None:
         self.release()
+
+
+def buffer_bytes_within(max_locked_bytes: int, count: int, least: int) -> int:
+    """Bytes of each of `count` buffers, and of as much staging beside them, within a budget: whole pages.
+
+    Raises:
+        ValueError: that would be less than `least` bytes.
+    """
+    if max_locked_bytes < least * (count + 1):
+        raise ValueError(f"max_locked_bytes must be at least {least * (count + 1)}, got {max_locked_bytes}")
+    return max_locked_bytes // (count + 1) // PAGE_BYTES * PAGE_BYTES
 
 
 class SwapBufferPool:

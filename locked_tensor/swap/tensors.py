@@ -8,6 +8,7 @@ from typing import Any, Iterable, Optional, Union
 import torch
 
 from locked_tensor.handle import AioHandle
+from locked_tensor.memory import is_locked
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import Lease, PoolExhaustedError, SwapBufferPool
@@ -18,7 +19,8 @@ from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats
 class _Swapped:
     """One tensor on disk."""
 
-    def __init__(self, tensor: torch.Tensor, extent: Extent) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, extent: Extent) -> None:
+        self.name = name
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
@@ -72,11 +74,11 @@ class TensorSwapper:
             raise ValueError(f"only strided CPU tensors are swapped, got {tensor.layout} on {tensor.device}")
         with self._lock:
             self._check_open()
-            swapped = _Swapped(tensor, self._store.allocate(tensor.nbytes))
+            swapped = _Swapped(name, tensor, self._store.allocate(tensor.nbytes))
             if name in self._swapped:
                 self.discard(name)
             flat = in_storage_order(tensor.detach()) if is_dense(tensor) else tensor
-            if is_dense(tensor) and tensor.numel() and self._io.handle.is_pinned(tensor):
+            if is_dense(tensor) and tensor.numel() and is_locked(tensor):
                 swapped.writes = [self._io.write(swapped.extent, flat)]
             else:
                 swapped.writes = self._spiller.spill(swapped.extent, flat)
@@ -132,8 +134,8 @@ class TensorSwapper:
         """
         with self._lock:
             self._check_open()
-            for name, swapped in self._swapped.items():
-                self._finish_writing(swapped, name)
+            for swapped in self._swapped.values():
+                self._finish_writing(swapped)
 
     def discard(self, name: str) -> None:
         """Forgets a tensor; its room on disk is used again.
@@ -188,14 +190,14 @@ class TensorSwapper:
             raise KeyError(f"nothing was swapped out as {name!r}")
         return self._swapped[name]
 
-    def _finish_writing(self, swapped: _Swapped, name: str = "") -> None:
+    def _finish_writing(self, swapped: _Swapped) -> None:
         writes, swapped.writes = swapped.writes, []
         for at, write in enumerate(writes):
             try:
                 write.wait()
             except BaseException as error:
                 swapped.writes = writes[at:]  # it is raised again to whoever asks for the tensor
-                error.name = name  # type: ignore[attr-defined]
+                error.name = swapped.name  # type: ignore[attr-defined]
                 raise
 
     def _start_reading(self, swapped: _Swapped, timeout: Optional[float]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 import locked_tensor as lt
+from locked_tensor.files import sync_folder
 from locked_tensor.integrations.dcp.archive import save_tensor
 from locked_tensor.integrations.dcp.page_stream import BLOCKS, PAGE_BYTES, PageStream
 
@@ -102,11 +103,7 @@ class DirectWriter(FileSystemWriter):
         """Puts the metadata in place: the checkpoint exists from here on."""
         super().finish(metadata, results)
         if self.sync_files:
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path)
 
 
 def _write_item(stream: PageStream, item: WriteItem, planner: SavePlanner, name: str) -> WriteResult:
