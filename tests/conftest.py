@@ -1,6 +1,8 @@
 """What the tests share: folders on a real disk and on tmpfs, every engine, and what a skip means."""
 
+import contextlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -46,6 +48,34 @@ def tmpfs_folder():
     made = Path(tempfile.mkdtemp(dir=TMPFS, prefix="locked_tensor_test_"))
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(point)], capture_output=True)
+    if mounted.returncode:
+        missing("mounting a small tmpfs (root)")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.fixture
+def files_of_at_most():
+    """A context in which a write past so many bytes of a file fails with EFBIG."""
+
+    @contextlib.contextmanager
+    def limit(nbytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))  # Python ignores SIGXFSZ
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit
 
 
 @pytest.fixture(params=["disk", "tmpfs"])

@@ -1,6 +1,7 @@
 """SwappedOptimizer: the same bits as the class it wraps, with its state on disk."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -8,7 +9,6 @@ import textwrap
 
 import pytest
 import torch
-from conftest import missing
 
 import locked_tensor as lt
 from locked_tensor.swap import SwappedOptimizer
@@ -103,6 +103,10 @@ def test_five_steps_give_the_bits_of_the_class(disk_folder, name, dtype, foreach
         assert moved.steps == 5 and moved.bytes_written > moved.bytes_read > 0
         assert len(swapped.state) == 0
     assert os.listdir(disk_folder) == []
+
+
+def same_state(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
 def make(params, folder, cls=torch.optim.AdamW, **options):
@@ -341,18 +345,6 @@ def test_locked_memory_stays_within_the_budget_and_nothing_leaks(disk_folder):
     assert os.listdir(disk_folder) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        missing("mounting a small tmpfs (root)")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_leaves_everything_as_before_the_step(small_disk):
     params, expected = parameters(), parameters()
     with make(params, small_disk) as swapped:
@@ -390,8 +382,35 @@ def test_a_step_that_fails_in_the_middle_says_what_is_not_updated_and_loses_noth
         train(expected, plain, range(1, 2))
         for param, other in zip(params[:1], expected):
             assert torch.equal(param, other)
-            state = swapped.get_state(param)
-            assert all(torch.equal(state[key], value) for key, value in plain.state[other].items())
+            assert same_state(swapped.get_state(param), plain.state[other])
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_step_whose_writes_fail_keeps_their_state_in_memory_and_can_be_ended(disk_folder, files_of_at_most, pipeline):
+    params, expected = parameters(), parameters()
+    plain = torch.optim.AdamW(expected)
+    with make(params, disk_folder, pipeline=pipeline) as swapped:
+        train(params, swapped, range(1))
+        train(expected, plain, range(1))
+        (private,) = os.listdir(disk_folder)
+        half = os.path.getsize(disk_folder / private / "data") // 2
+        set_gradients(params, 1)
+        with files_of_at_most(half), pytest.raises(OSError, match="File too large") as failed:
+            swapped.step()
+        not_updated = {id(param) for param in failed.value.not_updated}
+        for param in params:
+            if id(param) not in not_updated:
+                param.grad = None
+        swapped.step()
+        train(params, swapped, range(2, 3))
+        train(expected, plain, range(1, 3))
+        in_half = {id(param) for param in failed.value.not_updated[:1]}  # cut, and failed between its pieces
+        for param, other in zip(params, expected):
+            if id(param) in in_half:
+                continue
+            assert torch.equal(param, other)
+            assert same_state(swapped.get_state(param), plain.state[other])
+
 
 
 def test_a_killed_process_leaves_a_folder_that_the_next_start_removes(disk_folder, tmp_path):
@@ -504,3 +523,32 @@ def test_gradients_on_disk_add_up_and_step_to_the_same_bits(disk_folder, name):
     models[1](torch.randn(8, 150)).sum().backward()
     assert models[1][0].weight.grad is not None  # closed: gradients stay again
     assert os.listdir(disk_folder) == []
+
+
+def test_an_accumulated_gradient_whose_write_failed_is_not_forgotten(disk_folder, files_of_at_most):
+    param = torch.nn.Parameter(torch.zeros(64, 1024))
+    with make([param], disk_folder, torch.optim.SGD, swap_gradients=True) as swapped:
+        param.sum().backward()
+        swapped.step()
+        swapped.zero_grad()
+        with files_of_at_most(4096):
+            param.sum().backward()
+            with pytest.raises(OSError, match="File too large"):
+                swapped.step()
+            with pytest.raises(OSError, match="File too large"):  # still
+                swapped.step()
+        with pytest.raises(OSError, match="File too large"):
+            param.sum().backward()  # nothing to add to
+        swapped.zero_grad()
+        param.sum().backward()
+        swapped.step()
+        assert torch.equal(param, torch.full_like(param, -0.002))
+
+
+def test_dropping_it_without_closing_leaves_no_file_and_no_descriptor(disk_folder):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        train(params := parameters(), make(params, disk_folder), range(1))
+        gc.collect()
+    assert os.listdir(disk_folder) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors

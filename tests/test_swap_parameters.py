@@ -1,6 +1,7 @@
 """SwappedParameters: a module larger than its budget, with the results of the module in memory."""
 
 import copy
+import gc
 import os
 
 import pytest
@@ -222,12 +223,65 @@ def test_compiled_and_checkpointed_forward(disk_folder):
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_dropping_it_without_closing_leaves_no_file(disk_folder):
-    swap(torch.nn.Linear(64, 64), disk_folder, max_locked_bytes=1 << 20)
-    import gc
-
-    gc.collect()
+def test_dropping_it_without_closing_leaves_no_file_and_no_descriptor(disk_folder):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        swap(torch.nn.Linear(64, 64), disk_folder, max_locked_bytes=1 << 20)
+        gc.collect()
     assert os.listdir(disk_folder) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def linears(count):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(count)))
+
+
+LINEAR_BYTES = 11 * 4096
+
+
+def test_a_disk_too_small_leaves_the_parameters_as_they_were(small_disk):
+    model, expected = linears(40), linears(40)
+    with pytest.raises(OSError) as refused:
+        swap(model, small_disk, max_locked_bytes=4 * LINEAR_BYTES)
+    assert refused.value.errno == 28
+    assert same(model.parameters(), expected.parameters())
+    assert os.listdir(small_disk) == []
+
+
+def test_a_change_whose_write_failed_is_kept(disk_folder, files_of_at_most):
+    model = linears(10)
+    weight = model[0].weight
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES) as swapped:
+        with swapped.gather(weight), torch.no_grad():
+            weight.fill_(5)
+        with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
+            for _ in range(2):
+                model(torch.ones(1, 100))
+        with swapped.gather(weight):
+            assert bool((weight == 5).all())
+        model(torch.ones(1, 100))
+        assert bool((model.state_dict()["0.weight"] == 5).all())
+
+
+class AsksByName(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = linears(5)
+
+    def forward(self, x):
+        first, second = self.layers[0].weight, self.layers[1].weight
+        x = self.layers[4](self.layers[3](x @ first))
+        return x @ second @ first
+
+
+@torch.no_grad()
+def test_what_a_module_asked_for_by_name_stays_while_it_runs(disk_folder):
+    plain, model = AsksByName(), AsksByName()
+    x = torch.ones(1, 100)
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES):
+        for _ in range(5):
+            assert torch.equal(model(x), plain(x))
 
 
 def test_activations_go_to_disk_too(disk_folder):

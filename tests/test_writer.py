@@ -2,11 +2,9 @@
 
 import os
 import pickle
-import subprocess
 
 import pytest
 import torch
-from conftest import missing
 
 import locked_tensor as lt
 
@@ -71,25 +69,17 @@ def test_a_longer_file_is_emptied_first_and_wrong_arguments_are_refused(disk_fol
         lt.open_writer(handle, disk_folder / "missing" / "file")
 
 
-def test_a_full_disk_is_raised_where_it_is_met_and_the_handle_goes_on(tmp_path, handle):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        missing("mounting a small tmpfs (root)")
-    try:
-        descriptors = len(os.listdir("/proc/self/fd"))
-        writer = lt.open_writer(handle, folder / "file", buffer_bytes=64 << 10)
-        with pytest.raises(OSError) as refused:
-            for _ in range(100):
-                writer.write(bytes(64 << 10))
-        assert refused.value.errno == 28 and refused.value.filename == str(folder / "file")
-        with pytest.raises(ValueError, match="failed before"):
-            writer.write(b"x")
-        writer.close()
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
-        handle.wait()
-        handle.sync_pwrite(torch.zeros(10), tmp_path / "other")
-        handle.sync_pread(torch.zeros(10), tmp_path / "other")
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+def test_a_full_disk_is_raised_where_it_is_met_and_the_handle_goes_on(tmp_path, small_disk, handle):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    writer = lt.open_writer(handle, small_disk / "file", buffer_bytes=64 << 10)
+    with pytest.raises(OSError) as refused:
+        for _ in range(100):
+            writer.write(bytes(64 << 10))
+    assert refused.value.errno == 28 and refused.value.filename == str(small_disk / "file")
+    with pytest.raises(ValueError, match="failed before"):
+        writer.write(b"x")
+    writer.close()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    handle.wait()
+    handle.sync_pwrite(torch.zeros(10), tmp_path / "other")
+    handle.sync_pread(torch.zeros(10), tmp_path / "other")

@@ -238,7 +238,6 @@ class Program:
             (OSError, errno.ENOENT, lambda: handle.sync_pread(buffer, self.folder / "missing")),
             (OSError, errno.EISDIR, lambda: handle.sync_pwrite(buffer, self.folder)),
             (OSError, errno.ESPIPE, lambda: handle.submit_pread(buffer, fifo).wait()),
-            (OSError, errno.EFBIG, lambda: handle.sync_pwrite(buffer, model.path, 1 << 61)),
             (OSError, errno.EFBIG, lambda: self.beyond_size_limit(model, buffer)),
             (lt.ShortReadError, None, lambda: handle.sync_pread(buffer, model.path, model.size)),
             (ValueError, None, lambda: handle.sync_pread(buffer, model.path, -1)),

@@ -15,8 +15,8 @@ from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
 from locked_tensor.swap.saved import Kept, Packed, take
-from locked_tensor.swap.store import PAGE_BYTES, Extent, SwapStore
-from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats
+from locked_tensor.swap.store import PAGE_BYTES, Extent
+from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats, open_swap
 
 _BUFFERS = 4
 _SMALLEST_BUFFER = 16 * PAGE_BYTES
@@ -117,16 +117,18 @@ class _Offload:
         self, folder: Any, handle: Optional[AioHandle], max_locked_bytes: int, min_bytes: int
     ) -> None:
         buffer_bytes = buffer_bytes_within(max_locked_bytes, _BUFFERS, _SMALLEST_BUFFER)
-        self.store = SwapStore(folder)
-        self.io = SwapIo(handle, staging_bytes=buffer_bytes)
+        self.io, self.store, close_files = open_swap(self, folder, handle, staging_bytes=buffer_bytes)
+        try:
+            self._spiller = Spiller(self.io, SwapBufferPool(self.io.handle, _BUFFERS, buffer_bytes))
+        except BaseException:
+            close_files()
+            raise
         self.min_bytes = min_bytes
-        self._spiller = Spiller(self.io, SwapBufferPool(self.io.handle, _BUFFERS, buffer_bytes))
         self._lock = threading.RLock()  # autograd's threads unpack, and finalizers run anywhere
         self._living: dict[int, weakref.ref[_Saved]] = {}
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._dropped: deque[tuple[Extent, list[Pending]]] = deque()
         self._count = 0
-        weakref.finalize(self, _close, self.io, self.store, self._dropped)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         if not self._goes_to_disk(tensor):
@@ -192,10 +194,3 @@ def _drop(
         known.pop(key, None)
     dropped.append((extent, writes))
 
-
-def _close(io: SwapIo, store: SwapStore, dropped: deque[tuple[Extent, list[Pending]]]) -> None:
-    for _, writes in dropped:
-        for write in writes:
-            write.drain()
-    io.close()
-    store.close()

@@ -23,8 +23,8 @@ from locked_tensor.swap.optimizer_state import (
 )
 from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks
 from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
-from locked_tensor.swap.store import SwapStore, page_aligned
-from locked_tensor.swap.transfer import SwapIo
+from locked_tensor.swap.store import page_aligned
+from locked_tensor.swap.transfer import open_swap
 
 # Note [Cutting] These update each element by itself and keep state of the parameter's own shape, so a
 # parameter larger than a buffer is updated in flat pieces, to the same bits. Exactly these classes: one
@@ -131,9 +131,14 @@ class SwappedOptimizer(Optimizer):
         self._inner = probe if self._makes_state_early else optimizer_class(listed, **kwargs)
         super().__init__(listed, dict(self._inner.defaults))
 
-        self._store = SwapStore(folder)
-        self._io = SwapIo(aio_handle, staging_bytes=buffer_bytes)
-        self._pool = SwapBufferPool(self._io.handle, _BUFFERS, buffer_bytes)
+        self._io, self._store, self._close_files = open_swap(
+            self, folder, aio_handle, staging_bytes=buffer_bytes
+        )
+        try:
+            self._pool = SwapBufferPool(self._io.handle, _BUFFERS, buffer_bytes)
+        except BaseException:
+            self._close_files()
+            raise
         self._pipeline = Pipeline(self._io, self._pool, self._update, self._min_bytes, pipeline)
         if swap_gradients:
             self._gradients = SwappedGradients(self._io, self._store, self._pool, self._min_bytes)
@@ -275,8 +280,7 @@ class SwappedOptimizer(Optimizer):
         self._states.clear()
         if self._gradients is not None:
             self._gradients.close()
-        self._io.close()
-        self._store.close()
+        self._close_files()
         del self._pool, self._pipeline
         self._gradients = None
 

@@ -22,8 +22,7 @@ class _OnDisk:
         self.is_there = False  #: since the last zero_grad
 
     def finish_writing(self) -> None:
-        writes, self.writes = self.writes, []
-        for write in writes:
+        for write in self.writes:
             write.wait()
 
 
@@ -67,12 +66,9 @@ class SwappedGradients:
             each.is_there = False
 
     def close(self) -> None:
-        """Gradients stay with their parameters again; what is in flight has ended."""
+        """Gradients stay with their parameters again."""
         for hook in self._hooks:
             hook.remove()
-        for each in self._on_disk.values():
-            for write in each.writes:
-                write.drain()
         self._on_disk.clear()
 
     @torch.no_grad()
@@ -84,8 +80,10 @@ class SwappedGradients:
             if param not in self._on_disk:
                 self._on_disk[param] = _OnDisk(self._store.allocate(gradient.nbytes))
             each = self._on_disk[param]
-            each.finish_writing()
+            for write in each.writes:
+                write.drain()
             if each.is_there:
+                each.finish_writing()
                 before = torch.empty_like(gradient)
                 self._io.read(each.extent, before).wait()
                 gradient = before.add_(gradient)

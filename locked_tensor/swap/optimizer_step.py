@@ -64,6 +64,12 @@ class Chunk:
         self.nbytes += part.nbytes
         self.parts.append(part)
 
+    def drop_memory(self) -> None:
+        """Whoever keeps the chunk, as an exception's traceback may, keeps no memory with it."""
+        self.lease, self.memory = None, torch.empty(0, dtype=torch.uint8)
+        for part in self.parts:
+            part.state, part.gradient = {}, None
+
 
 #: Updates the parameters of parts, given and leaving their state in the parts.
 Update = Callable[[list[Part]], None]
@@ -204,7 +210,7 @@ class Pipeline:
             self._rescue(chunk)
             raise
         chunk.pending = []
-        chunk.lease, chunk.memory = None, torch.empty(0, dtype=torch.uint8)
+        chunk.drop_memory()
 
     def _rescue(self, chunk: Chunk) -> None:
         """Keeps in memory what could not be written."""
@@ -228,7 +234,8 @@ class Pipeline:
         for chunk in chunks:
             for pending in chunk.pending:
                 pending.drain()
-            chunk.pending, chunk.lease = [], None
+            chunk.pending = []
+            chunk.drop_memory()
 
 
 @dataclass

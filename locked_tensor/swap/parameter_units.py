@@ -8,8 +8,8 @@ from typing import Iterator, NamedTuple, Optional
 import torch
 from torch import nn
 
+from locked_tensor.errors import InternalError
 from locked_tensor.swap.optimizer_state import is_dense
-from locked_tensor.swap.pool import Lease
 from locked_tensor.swap.store import Extent, page_aligned
 from locked_tensor.swap.transfer import Pending
 from locked_tensor.tensor import as_plain
@@ -44,22 +44,36 @@ class Unit:
     name: str
     entries: list[Entry]
     nbytes: int  #: whole pages
-    extent: Optional[Extent] = None
-    lease: Optional[Lease] = None  #: while it is in memory
-    memory: Optional[torch.Tensor] = None
+    extent: Optional[Extent] = None  #: once it has left ordinary memory
+    memory: Optional[torch.Tensor] = None  #: leased: present, being read, or written before it goes
+    is_present: bool = False  #: are the entries in it?
     reading: Optional[Pending] = None
     writing: Optional[Pending] = None
     pins: int = 0  #: uses that are going on
     versions: list[int] = field(default_factory=list)  #: of the entries, when they were last as on disk
+
+    def bytes(self) -> torch.Tensor:
+        """Its memory."""
+        if self.memory is None:
+            raise InternalError(f"{self.name} is not in memory")
+        return self.memory
+
+    def drop_memory(self) -> None:
+        self.memory = None
+
+    def note_versions(self) -> None:
+        """The entries are as on disk now."""
+        self.versions = [entry.tensor._version for entry in self.entries]
 
     def is_changed(self) -> bool:
         """Has an entry been written to since?"""
         return self.versions != [entry.tensor._version for entry in self.entries]
 
     def holds(self, address: int) -> bool:
-        if self.memory is None:
+        """Is it the address of an entry's byte?"""
+        if not self.is_present:
             return False
-        start = self.memory.data_ptr()
+        start = self.bytes().data_ptr()
         return start <= address < start + self.nbytes
 
     def entry_at(self, offset: int) -> Entry:

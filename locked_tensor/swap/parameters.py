@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from locked_tensor.errors import InternalError
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer import step_without_hooks
-from locked_tensor.swap.parameter_units import Unit, fill, partition, placeholder
-from locked_tensor.swap.pool import PoolExhaustedError, SwapBufferPool
+from locked_tensor.swap.parameter_cache import UnitCache, holding
+from locked_tensor.swap.parameter_units import Unit, partition
+from locked_tensor.swap.pool import SwapBufferPool
 from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
-from locked_tensor.swap.store import PAGE_BYTES, SwapStore
-from locked_tensor.swap.transfer import SwapIo, SwapStats
-from locked_tensor.tensor import as_plain
-
-_READ_AHEAD = 2  # units
-
-# Note [Order of use] Each use of a unit remembers which one was used before it, so that after one pass the
-# next ones are known: they are read ahead, and what is dropped to make room is what is needed last. Forward
-# and backward are remembered apart; one leads to the other as it did last time.
+from locked_tensor.swap.store import PAGE_BYTES
+from locked_tensor.swap.transfer import SwapStats, open_swap
 
 
 class SwappedParameters:
@@ -67,20 +59,20 @@ class SwappedParameters:
         self._parts = partition(module, max(budget // 3, PAGE_BYTES))
         for unit in self._parts.units:
             _check(unit, budget)
-        self._lock = threading.RLock()
         self._is_closed = False
-        self._is_forward = False
-        self._last: Optional[tuple[bool, int]] = None
-        self._next: dict[tuple[bool, int], tuple[bool, int]] = {}
         self._saved_hooks: list[Any] = []
         self._around: list[Optional[Hooks]] = []
         self._running: list[tuple[nn.Module, list[Unit]]] = []  # what each module that runs keeps
         self._removers: list[Any] = []
-        self._store = SwapStore(folder)
+        self._io, self._store, self._close_files = open_swap(self, folder, aio_handle)
         try:
-            self._io = SwapIo(aio_handle)
-            self._pool = SwapBufferPool(self._io.handle, 1, budget)
-            self._swap_all_out()
+            pool = SwapBufferPool(self._io.handle, 1, budget)
+        except BaseException:
+            self._close_files()
+            raise
+        self._cache = UnitCache(self._parts.units, self._store, self._io, pool)
+        try:
+            self._cache.swap_out()
         except BaseException:
             self.restore()
             raise
@@ -130,41 +122,23 @@ class SwappedParameters:
 
     def restore(self) -> None:
         """Brings everything back to ordinary memory, where the module works by itself; then closes."""
-        if self._is_closed:
-            return
-        with self._lock:
-            for unit in self._parts.units:
-                if unit.extent is None:
-                    continue  # never left
-                self._bring(unit)
-                memory = _memory_of(unit).clone()
-                for entry in unit.entries:
-                    entry.tensor.data = entry.view(memory)
-                self._drop_memory(unit)
-        self.close()
+        if not self._is_closed:
+            self._cache.restore()
+            self.close()
 
     def close(self) -> None:
         """Removes the parameters from disk and from memory. Final: the module is empty then. Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for remover in self._removers:
-                remover.remove()
-            for module in self.module.modules():
-                for name in ("_parameters", "_buffers"):
-                    setattr(module, name, dict(getattr(module, name)))
-            for unit in self._parts.units:
-                for pending in (unit.reading, unit.writing):
-                    if pending is not None:
-                        pending.drain()
-                if unit.lease is not None:
-                    self._empty(unit)
-                    self._drop_memory(unit)
-            if hasattr(self, "_io"):
-                self._io.close()
-            self._store.close()
-            self._pool = None  # type: ignore[assignment]
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for remover in self._removers:
+            remover.remove()
+        for module in self.module.modules():
+            for name in ("_parameters", "_buffers"):
+                setattr(module, name, dict(getattr(module, name)))
+        self._cache.empty()
+        self._close_files()
+        del self._cache
 
     def __enter__(self) -> SwappedParameters:
         return self
@@ -176,120 +150,15 @@ class SwappedParameters:
         if self._is_closed:
             raise ValueError("these SwappedParameters are closed: the module's parameters are gone")
 
-    # Between memory and disk
-
-    def _swap_all_out(self) -> None:
-        for unit in self._parts.units:
-            unit.extent = self._store.allocate(unit.nbytes)
-        for unit in self._parts.units:
-            self._make_room(unit)
-            fill(unit, _memory_of(unit))
-            self._empty(unit)
-            self._write(unit)
-            self._drop_memory(unit)
-
-    def _bring(self, unit: Unit) -> None:
-        """Has the unit in memory and its entries on it."""
-        if unit.lease is None:
-            self._start_reading(unit)
-        if unit.reading is not None:
-            reading, unit.reading = unit.reading, None
-            try:
-                reading.wait()
-            except BaseException:
-                self._drop_memory(unit)
-                raise
-            for entry in unit.entries:
-                entry.tensor.data = entry.view(_memory_of(unit))
-            unit.versions = [entry.tensor._version for entry in unit.entries]
-
-    def _start_reading(self, unit: Unit) -> None:
-        self._finish_writing(unit)
-        self._make_room(unit)
-        if unit.extent is None:
-            raise InternalError(f"{unit.name} has no extent")
-        unit.reading = self._io.read(unit.extent, _memory_of(unit))
-
-    def _make_room(self, unit: Unit) -> None:
-        """Leases the unit's memory; drops what is needed last until there is room."""
-        while True:
-            try:
-                unit.lease = self._pool.lease(unit.nbytes, zero=False)
-                unit.memory = as_plain(unit.lease.tensor)
-                return
-            except PoolExhaustedError:
-                if not self._drop_one():
-                    raise
-
-    def _drop_one(self) -> bool:
-        """Drops the unit that is needed last, or waits for one that is being written. False: there is none."""
-        present = [unit for unit in self._parts.units if unit.lease is not None and unit.pins == 0]
-        if present:
-            distance = {index: steps for steps, index in reversed(list(enumerate(self._ahead())))}
-            far = len(self._next) + 1
-            self._drop(max(present, key=lambda unit: distance.get(unit.index, far)))
-            return True
-        for unit in self._parts.units:
-            if unit.writing is not None:
-                self._finish_writing(unit)
-                return True
-        return False
-
-    def _drop(self, unit: Unit) -> None:
-        if unit.reading is not None:  # read ahead and not used yet
-            unit.reading.drain()
-            unit.reading = None
-        else:
-            is_changed = unit.is_changed()
-            self._empty(unit)
-            if is_changed:
-                self._write(unit)
-        self._drop_memory(unit)
-
-    def _empty(self, unit: Unit) -> None:
-        for entry in unit.entries:
-            entry.tensor.data = placeholder(entry)
-
-    def _write(self, unit: Unit) -> None:
-        if unit.extent is None or unit.lease is None:
-            raise InternalError(f"{unit.name} is not in memory")
-        unit.writing = self._io.write(unit.extent, _memory_of(unit), lease=unit.lease)
-
-    def _finish_writing(self, unit: Unit) -> None:
-        if unit.writing is not None:
-            writing, unit.writing = unit.writing, None
-            writing.wait()
-
-    def _drop_memory(self, unit: Unit) -> None:
-        unit.lease, unit.memory = None, None
-
-    def _flush(self, unit: Unit) -> None:
-        """What is on disk is what is in memory."""
-        if unit.lease is not None and unit.reading is None and unit.is_changed():
-            self._write(unit)
-            unit.versions = [entry.tensor._version for entry in unit.entries]
-        self._finish_writing(unit)
-
     # Use
 
     def _use(self, unit: Unit) -> None:
-        with self._lock:
-            self._check_open()
-            now = (self._is_forward, unit.index)
-            if self._last is not None and self._last != now:
-                self._next[self._last] = now
-            self._last = now
-            unit.pins += 1
-            try:
-                self._bring(unit)
-                self._read_ahead()
-            except BaseException:
-                unit.pins -= 1
-                raise
+        self._check_open()
+        self._cache.use(unit)
 
     def _leave(self, unit: Unit) -> None:
-        with self._lock:
-            unit.pins -= 1
+        if not self._is_closed:
+            self._cache.leave(unit)
 
     def _enter(self, module: nn.Module, units: list[Unit]) -> None:
         """A module begins to run: its units stay in memory until `_exit`."""
@@ -307,7 +176,7 @@ class SwappedParameters:
     def _fetch(self, tensor: torch.Tensor) -> None:
         """A tensor is asked of its module: it is brought, and stays while the innermost module runs."""
         unit = self._parts.unit_of.get(tensor)
-        if unit is None or self._is_closed or (unit.lease is not None and unit.reading is None):
+        if unit is None or self._is_closed or any(unit in kept for _, kept in self._running):
             return
         self._use(unit)
         if self._running:
@@ -315,44 +184,14 @@ class SwappedParameters:
         else:
             self._leave(unit)
 
-    def _ahead(self) -> Iterable[int]:
-        """The units after the last use, as they came last time, each use of one round."""
-        at = self._last
-        for _ in range(len(self._next)):
-            at = self._next.get(at) if at is not None else None
-            if at is None:
-                return
-            yield at[1]
-
-    def _read_ahead(self) -> None:
-        coming: list[Unit] = []
-        for index in self._ahead():
-            unit = self._parts.units[index]
-            if unit not in coming and unit.pins == 0:
-                coming.append(unit)
-            if len(coming) == _READ_AHEAD:
-                break
-        for unit in coming:
-            unit.pins += 1  # not dropped for one another
-        try:
-            for unit in coming:
-                if unit.lease is None:
-                    self._start_reading(unit)
-        except PoolExhaustedError:
-            pass  # what is in use leaves no room: it is read when it is used
-        finally:
-            for unit in coming:
-                unit.pins -= 1
-
     # Hooks
 
     def _install(self) -> None:
         hooks = self._removers
         hooks.append(self.module.register_forward_pre_hook(self._before_module))
-        for module, units in self._parts.needs.items():
-            if units:
-                hooks.append(module.register_forward_pre_hook(_Before(self, units)))
-                hooks.append(module.register_forward_hook(_After(self), always_call=True))
+        for module, units in self._parts.needs.items():  # none too: it may ask for others' by name
+            hooks.append(module.register_forward_pre_hook(_Before(self, units)))
+            hooks.append(module.register_forward_hook(_After(self), always_call=True))
         hooks.append(self.module.register_forward_hook(self._after_module, always_call=True))
         for module in self.module.modules():
             for name in ("_parameters", "_buffers"):
@@ -362,7 +201,7 @@ class SwappedParameters:
 
     @torch._disable_dynamo
     def _before_module(self, module: nn.Module, arguments: Any) -> None:
-        self._is_forward = True
+        self._cache.is_forward = True
         self._around.append(hooks_around())
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, take)
         saved.__enter__()
@@ -370,29 +209,29 @@ class SwappedParameters:
 
     @torch._disable_dynamo
     def _after_module(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        self._is_forward = False
-        self._saved_hooks.pop().__exit__(None, None, None)
-        self._around.pop()
+        if self._saved_hooks:  # not where another hook failed before ours
+            self._cache.is_forward = False
+            self._saved_hooks.pop().__exit__(None, None, None)
+            self._around.pop()
 
     @torch._disable_dynamo
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        for unit in self._parts.units:
-            if unit.holds(tensor.data_ptr()):
-                return _ParameterView(self, unit, tensor)
+        unit = holding(self._parts.units, tensor)
+        if unit is not None:
+            return _ParameterView(self, unit, tensor)
         around = self._around[-1]
         return Kept(tensor) if around is None else PassedOn(tensor, around)
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Puts maps of the swap file in the place of placeholders."""
-        with self._lock:
-            for owned in (module._parameters, module._buffers):
-                for name, tensor in owned.items():
-                    unit = self._parts.unit_of.get(tensor) if tensor is not None else None
-                    if unit is None or unit.extent is None or prefix + name not in state:
-                        continue
-                    self._flush(unit)
-                    (entry,) = [each for each in unit.entries if each.tensor is tensor]
-                    state[prefix + name] = entry.view(unit.extent.map(0, torch.uint8, (unit.nbytes,)))
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                unit = self._parts.unit_of.get(tensor) if tensor is not None else None
+                if unit is None or unit.extent is None or prefix + name not in state:
+                    continue
+                self._cache.flush(unit)
+                (entry,) = [each for each in unit.entries if each.tensor is tensor]
+                state[prefix + name] = entry.view(unit.extent.map(0, torch.uint8, (unit.nbytes,)))
 
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *others: Any
@@ -506,7 +345,7 @@ class _ParameterView:
     def __init__(self, owner: SwappedParameters, unit: Unit, tensor: torch.Tensor) -> None:
         self._owner = owner
         self._unit = unit
-        self._offset = tensor.data_ptr() - _memory_of(unit).data_ptr()
+        self._offset = tensor.data_ptr() - unit.bytes().data_ptr()
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._entry = unit.entry_at(self._offset)
         self._version = self._entry.tensor._version
@@ -515,7 +354,7 @@ class _ParameterView:
         check_unchanged(self._entry.tensor, self._version)
         self._owner._use(self._unit)
         try:
-            memory = _memory_of(self._unit)[self._offset :]
+            memory = self._unit.bytes()[self._offset :]
             memory = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize]
             return memory.view(self._dtype).as_strided(self._shape, self._stride)
         finally:
@@ -525,12 +364,6 @@ class _ParameterView:
 def _function(method: Callable[..., None]) -> Callable[..., None]:
     """A plain function, on which torch sets attributes."""
     return lambda *arguments: method(*arguments)
-
-
-def _memory_of(unit: Unit) -> torch.Tensor:
-    if unit.memory is None:
-        raise InternalError(f"{unit.name} is not in memory")
-    return unit.memory
 
 
 def _check(unit: Unit, budget: int) -> None:

@@ -12,8 +12,8 @@ from locked_tensor.memory import is_locked
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import Lease, PoolExhaustedError, SwapBufferPool
-from locked_tensor.swap.store import Extent, SwapStore, page_aligned
-from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats
+from locked_tensor.swap.store import Extent, page_aligned
+from locked_tensor.swap.transfer import Pending, Spiller, SwapStats, open_swap
 
 
 class _Swapped:
@@ -52,10 +52,9 @@ class TensorSwapper:
     def __init__(
         self, aio_handle: AioHandle, folder: Union[FolderPath, Iterable[FolderPath]], pool: SwapBufferPool
     ) -> None:
-        self._io = SwapIo(aio_handle)
+        self._io, self._store, self._close_files = open_swap(self, folder, aio_handle)
         self._pool = pool
         self._spiller = Spiller(self._io, pool)
-        self._store = SwapStore(folder)
         self._lock = threading.RLock()
         self._swapped: dict[str, _Swapped] = {}
         self._is_closed = False
@@ -169,10 +168,8 @@ class TensorSwapper:
             if self._is_closed:
                 return
             self._is_closed = True
-            for swapped in self._swapped.values():
-                _drain(swapped)
             self._swapped.clear()
-            self._store.close()
+            self._close_files()
 
     def __enter__(self) -> TensorSwapper:
         return self
@@ -191,12 +188,10 @@ class TensorSwapper:
         return self._swapped[name]
 
     def _finish_writing(self, swapped: _Swapped) -> None:
-        writes, swapped.writes = swapped.writes, []
-        for at, write in enumerate(writes):
+        for write in swapped.writes:
             try:
                 write.wait()
-            except BaseException as error:
-                swapped.writes = writes[at:]  # it is raised again to whoever asks for the tensor
+            except BaseException as error:  # and again to whoever asks for the tensor next
                 error.name = swapped.name  # type: ignore[attr-defined]
                 raise
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple, Optional
+import weakref
+from typing import Callable, Iterable, NamedTuple, Optional, Union
 
 import torch
 
 from locked_tensor.handle import AioHandle, IoTicket, aio_handle
+from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.pool import Lease, SwapBufferPool
-from locked_tensor.swap.store import Extent, page_aligned
+from locked_tensor.swap.store import Extent, SwapStore, page_aligned
 
 
 class SwapStats(NamedTuple):
@@ -71,7 +73,7 @@ class Pending:
         if self._is_under_way:
             self._is_under_way = False
             self._lease = None
-            self._io._ended(waited_seconds)
+            self._io._ended(self, waited_seconds)
 
 
 class SwapIo:
@@ -81,7 +83,7 @@ class SwapIo:
         self._owns_handle = handle is None
         self.handle = aio_handle(staging_bytes=staging_bytes) if handle is None else handle
         self._lock = threading.Lock()
-        self._in_flight = 0
+        self._in_flight: set[Pending] = set()
         self._busy_since = 0.0
         self._stats = SwapStats(0, 0, 0.0, 0.0)
 
@@ -101,7 +103,9 @@ class SwapIo:
             return self._stats
 
     def close(self) -> None:
-        """Closes the handle if it was made here."""
+        """Nothing is in flight afterwards, whatever came of it. Closes the handle if it was made here."""
+        for pending in list(self._in_flight):
+            pending.drain()
         if self._owns_handle:
             self.handle.close()
 
@@ -109,26 +113,52 @@ class SwapIo:
         self, extent: Extent, tensor: torch.Tensor, offset: int, lease: Optional[Lease], is_read: bool
     ) -> Pending:
         submit = self.handle.submit_pread if is_read else self.handle.submit_pwrite
-        ticket = submit(tensor, extent.fd, extent.offset + offset)
+        pending = Pending(self, submit(tensor, extent.fd, extent.offset + offset), extent, lease)
         with self._lock:
-            if self._in_flight == 0:
+            if not self._in_flight:
                 self._busy_since = time.perf_counter()
-            self._in_flight += 1
+            self._in_flight.add(pending)
             moved = tensor.nbytes
             self._stats = self._stats._replace(
                 bytes_read=self._stats.bytes_read + (moved if is_read else 0),
                 bytes_written=self._stats.bytes_written + (0 if is_read else moved),
             )
-        return Pending(self, ticket, extent, lease)
+        return pending
 
-    def _ended(self, waited_seconds: float) -> None:
+    def _ended(self, pending: Pending, waited_seconds: float) -> None:
         with self._lock:
-            self._in_flight -= 1
-            busy = time.perf_counter() - self._busy_since if self._in_flight == 0 else 0.0
+            self._in_flight.discard(pending)
+            busy = 0.0 if self._in_flight else time.perf_counter() - self._busy_since
             self._stats = self._stats._replace(
                 io_seconds=self._stats.io_seconds + busy,
                 wait_seconds=self._stats.wait_seconds + waited_seconds,
             )
+
+
+def open_swap(
+    owner: object, folder: Union[FolderPath, Iterable[FolderPath]], handle: Optional[AioHandle], **options: int
+) -> tuple[SwapIo, SwapStore, Callable[[], object]]:
+    """A store in the folders, what moves bytes to and from it, and what closes both, once.
+
+    Closed by itself when the owner is dropped, and at exit. `options` are those of `SwapIo`.
+
+    Raises:
+        OSError: a folder may not be written.
+    """
+    store = SwapStore(folder)
+    try:
+        io = SwapIo(handle, **options)
+    except BaseException:
+        store.close()
+        raise
+    return io, store, weakref.finalize(owner, _close, io, store)
+
+
+def _close(io: SwapIo, store: SwapStore) -> None:
+    try:
+        io.close()
+    finally:
+        store.close()
 
 
 class Spiller:
