@@ -8,7 +8,7 @@ class LockedContextBase:
     def __init__(self, huge_pages: str, numa_node: Optional[int], falls_back: bool) -> None: ...
     def __enter__(self) -> None:
         """From here on what is allocated is locked."""
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         """What is allocated is again as it was."""
 
 def set_up_contexts(tagging_mode: Any, prepare: Callable[[], None]) -> None: ...

@@ -22,7 +22,7 @@ class _TagAllocations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    __torch_dispatch__ = _C.dispatch_in_mode  # type: ignore[assignment]
+    __torch_dispatch__ = _C.dispatch_in_mode
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -82,8 +82,11 @@ def is_locked(tensor: torch.Tensor) -> bool:
     Raises:
         TypeError: not a tensor.
     """
-    _check_is_tensor("is_locked", tensor)
-    return _C.is_locked(tensor)
+    try:
+        return _C.is_locked(tensor)
+    except TypeError:
+        _check_is_tensor("is_locked", tensor)
+        raise
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

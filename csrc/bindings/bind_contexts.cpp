@@ -81,7 +81,7 @@ class LockedContext {
 };
 
 // In C++, so that no signal's exception comes between what is changed and the with statement.
-void exit_context(const py::object& self, const py::args&) {
+void exit_context(const py::object& self, const py::object&, const py::object&, const py::object&) {
   const uint64_t fall_backs = self.cast<LockedContext&>().leave();
   self.attr("_has_left")(fall_backs);
 }
@@ -94,7 +94,8 @@ void bind_contexts(py::module_& module) {
       .def(py::init<const std::string&, std::optional<int>, bool>(), py::arg("huge_pages"),
            py::arg("numa_node"), py::arg("falls_back"))
       .def("__enter__", &LockedContext::enter, "From here on what is allocated is locked.")
-      .def("__exit__", &exit_context, "What is allocated is again as it was.");
+      .def("__exit__", &exit_context, py::arg("error_type").none(true), py::arg("error").none(true),
+           py::arg("traceback").none(true), "What is allocated is again as it was.");
   module.def("set_up_contexts", [](const py::object& tagging_mode, const py::function& prepare) {
     set_tagging_mode(tagging_mode.ptr());
     Py_XSETREF(prepare_in_python, prepare.inc_ref().ptr());
