@@ -331,6 +331,27 @@ def test_a_context_is_left_from_under_another_mode():
         assert "aten.ones.default" in log.seen
 
 
+def test_another_mode_is_left_from_within_a_context():
+    log, context = Log(), lt.locked_memory()
+    log.__enter__()
+    context.__enter__()
+    assert allocates_locked() and "aten.ones.default" in log.seen
+    log.__exit__(None, None, None)
+    log.seen.clear()
+    assert allocates_locked() and log.seen == []
+    context.__exit__(None, None, None)
+
+
+def test_a_fake_mode_around_or_inside_makes_its_own_tensors():
+    fakes = torch._subclasses.fake_tensor.FakeTensorMode
+    with fakes(), lt.locked_memory(), Log():
+        around = torch.ones(3) + 1
+    with lt.locked_memory(), fakes():
+        inside = torch.ones(3) + 1
+    for tensor in (around, inside):
+        assert type(tensor) is torch._subclasses.FakeTensor and not lt.is_locked(tensor)
+
+
 def test_a_context_entered_where_modes_are_put_aside_tags():
     with lt.locked_memory():
         with _disable_current_modes():

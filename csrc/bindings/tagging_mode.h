@@ -11,8 +11,10 @@ void set_tagging_mode(PyObject* mode);
 
 // Of this thread, with the GIL.
 bool is_tagging_mode_on();
+// Puts it beneath the user's other modes. Leaving one of those takes whatever is on top, so that,
+// left in any order, each takes its own.
 void push_tagging_mode();
-// Takes its topmost entry out, from under other modes if it must. False where there is none.
+// Takes its topmost entry out, from under the others. False where there is none.
 bool remove_tagging_mode();
 
 }  // namespace locked_tensor
