@@ -20,25 +20,23 @@ except ImportError as error:
         '"pip install -e . --no-build-isolation" first; elsewhere, leave the folder that holds the source'
     ) from error
 
+from locked_tensor.contexts import locked_memory
 from locked_tensor.engines import EngineInfo, engines
 from locked_tensor.errors import InternalError, LockLimitError, ShortReadError
 from locked_tensor.handle import AioHandle, IoRequest, IoStats, IoTicket, aio_handle
+from locked_tensor.limits import MemlockLimit, memlock_limit, set_log_milestone
 from locked_tensor.memory import (
-    MemlockLimit,
     empty_cache,
     is_locked,
     lock,
     lock_,
-    locked_memory,
     max_memory_allocated,
-    memlock_limit,
     memory_allocated,
     memory_reserved,
     memory_stats,
     memory_summary,
     reset_peak_memory_stats,
     set_cache_limit,
-    set_log_milestone,
     unlock_,
 )
 from locked_tensor.safetensors_reader import SafetensorsFile, load, open_safetensors

@@ -1,152 +1,40 @@
-"""Page-locked memory: the context that allocates it, locking in place, limits and statistics."""
+"""Page-locked memory: locking copies and in place, claims, limits and statistics."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
-from typing import Any, Generator, NamedTuple, Optional
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from locked_tensor import _C
+from locked_tensor.contexts import locked_memory
+from locked_tensor.limits import byte_count, log_milestones, show_bytes
 from locked_tensor.tensor import tag
 
 
-class MemlockLimit(NamedTuple):
-    """How much memory this process may lock and has locked, in bytes; None is unlimited."""
-
-    soft: Optional[int]
-    hard: Optional[int]
-    locked: int
-
-
-class _TagAllocations(TorchDispatchMode):
-    """Makes every result that lies in locked memory a LockedTensor."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
-    ) -> Any:
-        return _C.dispatch_in_mode(func, types, args, kwargs)
-
-
-def _tag_what_torch_loads() -> None:
-    """Has `torch.load` return LockedTensors where it loads into locked memory.
-
-    It makes a tensor without bytes and then `set_`s its storage; an in-place result is the tensor that
-    was there, which nobody below autograd can exchange. So its last step is wrapped, once.
-    """
-    rebuild = torch._utils._rebuild_tensor
-    if getattr(rebuild, "tags_locked", False):
-        return
-
-    def rebuild_and_tag(*arguments: Any) -> torch.Tensor:
-        return tag(rebuild(*arguments))
-
-    rebuild_and_tag.tags_locked = True  # type: ignore[attr-defined]
-    torch._utils._rebuild_tensor = rebuild_and_tag
-
-
-@contextlib.contextmanager
-def locked_memory(
-    *, huge_pages: str = "auto", numa_node: Optional[int] = None, on_limit: str = "raise"
-) -> Generator[None, None, None]:
-    """Inside, what this thread allocates on the CPU is page-locked, and a `LockedTensor`.
-
-    Every tensor storage that ATen takes from the CPU allocator on this thread: factories,
-    `torch.tensor`, arithmetic, `torch.load`, `nn.Linear(...)`. Bare `UntypedStorage(n)` and
-    `storage.clone()` do not come that way, and other threads (autograd's, a DataLoader's) are not
-    affected. Views of unlocked tensors stay plain. Nests; also a decorator. Tensors may outlive it.
-
-    Args:
-        huge_pages: "auto" (transparent huge pages where a whole aligned 2 MiB fits), "2M" (the
-            hugetlbfs pool) or "off".
-        numa_node: bind the memory to this node (mbind(2)).
-        on_limit: "raise", or "fall_back" to ordinary memory, untagged, with one warning.
-
-    Raises:
-        LockLimitError: inside, by whatever allocates, when the memory cannot be locked.
-        ValueError: an argument is not one of the above, or the node does not exist.
-        RuntimeError: another library has replaced torch's CPU allocator since.
-    """
-    if on_limit not in ("raise", "fall_back"):
-        raise ValueError(f'on_limit must be "raise" or "fall_back", got {on_limit!r}')
-    saved = _C.enter_locked_mode(huge_pages, numa_node, on_limit == "fall_back")
-    fall_backs = _C.fall_back_count()
-    _tag_what_torch_loads()
-    try:
-        with _TagAllocations():
-            yield
-    finally:
-        _C.leave_locked_mode(saved)
-        log_milestones()
-        if on_limit == "fall_back" and _C.fall_back_count() > fall_backs:
-            warnings.warn(
-                "some memory could not be locked and is ordinary memory now: "
-                + _describe_limit(),
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def _describe_limit() -> str:
-    limit = memlock_limit()
-    return (
-        f"RLIMIT_MEMLOCK is {_show(limit.soft)}, {_show(limit.locked)} locked; "
-        'raise it with "ulimit -l" (systemd LimitMEMLOCK=, docker --ulimit memlock=-1)'
-    )
-
-
-def _show(nbytes: Optional[int]) -> str:
-    return "unlimited" if nbytes is None else f"{nbytes:,} bytes"
-
-
-_logger = logging.getLogger("locked_tensor")
-_next_milestone = 32 << 30
-
-
-def set_log_milestone(nbytes: int) -> None:
-    """From how many locked bytes on each doubling is logged (INFO, logger "locked_tensor"); 32 GiB at first.
-
-    Raises:
-        ValueError: `nbytes` is not positive.
-    """
-    global _next_milestone
-    if nbytes <= 0:
-        raise ValueError(f"nbytes must be positive, got {nbytes}")
-    _next_milestone = nbytes
-
-
-def log_milestones() -> None:
-    """Logs once that a milestone is reached. Called where locked memory has grown."""
-    global _next_milestone
-    reserved = _C.memory_reserved()
-    if reserved >= _next_milestone:
-        _logger.info("%.1f GiB are locked now (%s)", reserved / 2**30, _describe_limit())
-        while _next_milestone <= reserved:
-            _next_milestone *= 2
-
-
 def lock(tensor: torch.Tensor) -> torch.Tensor:
-    """A locked copy of a CPU tensor; the same object if it is locked already.
+    """A locked copy of a tensor; the same object if it is locked already.
 
-    The copy has the tensor's values, dtype, strides and `requires_grad`, is a leaf, and is an
-    `nn.Parameter` if the tensor is one. `lock_` locks without copying.
+    The copy is a `LockedTensor` with the tensor's values, dtype, strides and `requires_grad`, is a leaf,
+    and is an `nn.Parameter` if the tensor is one. That of a tensor without elements is an empty view of
+    locked memory. `lock_` locks without copying.
 
     Raises:
         LockLimitError: the memory could not be locked.
+        TypeError: not a tensor; a sparse, nested, meta, fake or uninitialized one, or a subclass without bytes of its own.
     """
+    _check_is_tensor("lock", tensor)
     if is_locked(tensor):
         return tensor
-    with torch.no_grad(), locked_memory():
-        copy = torch.empty_like(tensor, device="cpu").copy_(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"lock() copies a tensor's bytes, and an {type(tensor).__name__} has none yet")
+    _C.check_copyable(tensor)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), locked_memory():
+        if tensor.numel() > 0:
+            copy = torch.empty_like(tensor, device="cpu").copy_(tensor)
+        else:
+            place = torch.empty(1, dtype=tensor.dtype, device="cpu")
+            copy = place.as_strided_(tensor.size(), tensor.stride())
+    if not is_locked(copy):
+        raise TypeError(f"lock() cannot make a locked copy of a {type(tensor).__name__}; lock what it is made of")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)
@@ -156,14 +44,17 @@ def lock_(tensor: torch.Tensor) -> torch.Tensor:
     """Locks the tensor's existing storage in place; returns the tensor.
 
     Data, address and views stay, and the tensor's class: a plain tensor may be locked. Nests: what
-    was locked twice is unlocked twice. Undone by itself when the storage dies. Locking a private
-    map of a file (`torch.load(mmap=True)`) copies the file to memory.
+    was locked twice is unlocked twice. Memory that was allocated locked stays so, whatever is counted.
+    Undone by itself when the storage dies. Locking a private map of a file (`torch.load(mmap=True)`)
+    copies the file to memory.
 
     Raises:
         LockLimitError: the memory could not be locked; then nothing has changed.
         ValueError: no bytes, not a strided CPU tensor, or shared memory (which torch would no
             longer recognise as such).
+        TypeError: not a tensor, or a fake one.
     """
+    _check_is_tensor("lock_", tensor)
     _C.lock_storage(tensor)
     return tensor
 
@@ -171,9 +62,13 @@ def lock_(tensor: torch.Tensor) -> torch.Tensor:
 def unlock_(tensor: torch.Tensor) -> torch.Tensor:
     """Undoes one `lock_` of the tensor's storage; returns the tensor.
 
+    Memory that was allocated locked stays locked.
+
     Raises:
-        ValueError: the storage was not locked by `lock_`.
+        ValueError: there is no `lock_` to undo, or as of `lock_`.
+        TypeError: not a tensor, or a fake one.
     """
+    _check_is_tensor("unlock_", tensor)
     _C.unlock_storage(tensor)
     return tensor
 
@@ -181,18 +76,34 @@ def unlock_(tensor: torch.Tensor) -> torch.Tensor:
 def is_locked(tensor: torch.Tensor) -> bool:
     """Does the tensor's whole byte extent lie in live locked memory? For any tensor, tagged or plain.
 
-    False for a tensor without bytes in CPU memory; an empty view of locked memory is locked.
+    False for a tensor without bytes in CPU memory (sparse, nested, meta, fake); an empty view of locked
+    memory is locked.
+
+    Raises:
+        TypeError: not a tensor.
     """
-    return _C.is_locked(tensor)
+    try:
+        return _C.is_locked(tensor)
+    except TypeError:
+        _check_is_tensor("is_locked", tensor)
+        raise
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """DeepSpeed's question: true for locked memory, and for memory that torch has pinned for an accelerator."""
+    _check_is_tensor("is_pinned", tensor)
     return _C.is_locked(tensor) or (torch.cuda.is_initialized() and tensor.is_pinned())
+
+
+def _check_is_tensor(function: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}() takes a torch.Tensor, got {type(tensor).__name__}")
 
 
 def new_claimed_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
     """A one-dimensional `LockedTensor` that can be given up by hand, as DeepSpeed's handles do.
+
+    Without elements it is an empty view of locked memory.
 
     Raises:
         LockLimitError: the memory could not be locked.
@@ -200,11 +111,6 @@ def new_claimed_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = tag(_C.new_claimed_tensor(num_elem, dtype))
     log_milestones()
     return tensor
-
-
-def memlock_limit() -> MemlockLimit:
-    """RLIMIT_MEMLOCK and what this process has locked now. Read from the kernel at each call."""
-    return MemlockLimit(*_C.memlock_limit())
 
 
 def memory_allocated() -> int:
@@ -237,7 +143,7 @@ def memory_summary() -> str:
     stats = memory_stats()
     width = max(len(name) for name in stats)
     rows = [
-        f"{name:<{width}}  {_show(value) if 'bytes' in name else f'{value:,}'}"
+        f"{name:<{width}}  {show_bytes(value) if 'bytes' in name else f'{value:,}'}"
         for name, value in stats.items()
     ]
     return "\n".join(["locked memory", "-" * (width + 2)] + rows)
@@ -252,10 +158,9 @@ def set_cache_limit(nbytes: int) -> None:
     """Keeps at most `nbytes` of freed memory for reuse; what exceeds it is unmapped now.
 
     Raises:
+        TypeError: `nbytes` is no whole number.
         ValueError: `nbytes` is negative.
     """
-    if nbytes < 0:
-        raise ValueError(f"nbytes must not be negative, got {nbytes}")
-    _C.set_cache_limit(nbytes)
+    _C.set_cache_limit(min(byte_count("set_cache_limit", nbytes, at_least=0), 2**64 - 1))
 
 

@@ -11,9 +11,9 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Optional, Union
 import torch
 
 from locked_tensor.boxes import NEAR_BYTES, Box, Piece, pieces, select
+from locked_tensor.contexts import locked_memory
 from locked_tensor.files import Path, open_direct
 from locked_tensor.handle import AioHandle
-from locked_tensor.memory import locked_memory
 from locked_tensor.safetensors_format import (
     LENGTH_BYTES,
     PAGE_BYTES,

@@ -6,8 +6,8 @@ from typing import Callable, Optional
 
 import torch
 
+from locked_tensor.contexts import locked_memory
 from locked_tensor.errors import LockLimitError
-from locked_tensor.memory import locked_memory
 
 AT_ONCE_BYTES = 16 << 20  # at most, of what moves together
 

@@ -106,7 +106,7 @@ _RESOLVED_ABOVE_PYTHON = (
 def _call_in_python(
     func: Callable[..., Any], is_below_python: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What the compiled half does for operators with a schema: calls one and tags its results."""
+    """What the compiled half does for operators with a schema: calls one, whose results it tags."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _RESOLVED_ABOVE_PYTHON:
         excluded = excluded.remove(key)
@@ -115,8 +115,7 @@ def _call_in_python(
         guards.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
         if is_below_python:
             guards.enter_context(torch._C._DisableTorchDispatch())
-        result = func(*args, **kwargs)
-    return tag_results(result)
+        return func(*args, **kwargs)
 
 
 def tag_results(result: Any) -> Any:

@@ -38,7 +38,7 @@ def run_python(program: str, **more) -> str:
 WITHOUT_PRIVILEGE = """
 import ctypes, os, resource
 libc = ctypes.CDLL(None, use_errno=True)
-import torch, torch._dynamo, locked_tensor as lt  # while every file can be read
+import torch, locked_tensor as lt
 assert libc.prctl(24, 14, 0, 0, 0) == 0  # PR_CAPBSET_DROP, CAP_IPC_LOCK
 resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))
 os.setgid(65534); os.setuid(65534)
@@ -476,12 +476,139 @@ def test_shared_memory_is_refused_and_stays_shared():
 def test_locked_allocations_are_not_unlocked():
     with lt.locked_memory():
         tensor = torch.ones(10)
-    assert lt.lock_(tensor) is tensor
-    with pytest.raises(ValueError, match="allocated locked"):
+    with pytest.raises(ValueError, match="there is none: this memory was allocated locked"):
         lt.unlock_(tensor)
     for wrong in (torch.empty(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         with pytest.raises(ValueError):
             lt.lock_(wrong)
+
+
+def test_lock_in_place_nests_on_memory_that_was_allocated_locked():
+    before = vm_locked()
+    with lt.locked_memory():
+        tensor = torch.ones(10_000)
+    array_of_it = torch.from_numpy(tensor[5000:].numpy())  # another storage, in the middle of it
+    for target in (tensor, tensor[10:], array_of_it):
+        assert lt.lock_(lt.lock_(target)) is target
+        assert lt.unlock_(lt.unlock_(target)) is target
+        assert lt.is_locked(tensor) and lt.is_locked(target) and vm_locked() > before
+        with pytest.raises(ValueError, match="there is none"):
+            lt.unlock_(target)
+    lt.lock_(tensor)
+    address = tensor.data_ptr()
+    del tensor, target, array_of_it
+    with lt.locked_memory():
+        again = torch.ones(10_000)
+    assert again.data_ptr() == address  # what was counted is gone with the tensor
+    with pytest.raises(ValueError, match="there is none"):
+        lt.unlock_(again)
+
+
+def test_a_storage_that_reaches_beyond_locked_memory_is_refused():
+    with lt.locked_memory():
+        pool = torch.zeros(8192, dtype=torch.uint8)
+    beyond = torch.frombuffer((ctypes.c_uint8 * (1 << 20)).from_address(pool.data_ptr()), dtype=torch.uint8)
+    for work in (lt.lock_, lt.unlock_):
+        with pytest.raises(ValueError, match="ends outside of it"):
+            work(beyond)
+    assert pool.is_locked()
+
+
+# --- what is no tensor with bytes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
+def test_a_locked_copy_without_elements_is_an_empty_view_of_locked_memory(shape):
+    for tensor in (torch.zeros(shape, dtype=torch.int16), torch.zeros(5)[2:2].view(shape)):
+        locked = lt.lock(tensor)
+        assert type(locked) is lt.LockedTensor and locked.is_locked() and lt.is_locked(locked)
+        assert (locked.shape, locked.dtype, locked.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+        assert lt.lock(locked) is locked
+    parameter = lt.lock(torch.nn.Parameter(torch.zeros(shape)))
+    assert isinstance(parameter, torch.nn.Parameter) and lt.is_locked(parameter) and parameter.requires_grad
+    locked.resize_(1000)
+    assert locked.is_locked() and locked.numel() == 1000
+
+
+def test_a_null_tensor_is_plain_and_not_locked():
+    with lt.locked_memory():
+        tensor = torch.zeros(0)
+    assert type(tensor) is torch.Tensor and not lt.is_locked(tensor)
+
+
+def test_a_claimed_tensor_without_elements_is_locked_and_can_be_given_up():
+    allocated = lt.memory_allocated()
+    with lt.aio_handle() as handle:
+        tensor = handle.new_cpu_locked_tensor(0, torch.zeros(1, dtype=torch.float64))
+        assert type(tensor) is lt.LockedTensor and tensor.is_locked()
+        assert tensor.shape == (0,) and tensor.dtype is torch.float64
+        assert handle.free_cpu_locked_tensor(tensor) and not handle.free_cpu_locked_tensor(tensor)
+    assert lt.memory_allocated() == allocated
+
+
+def tensors_without_bytes():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        yield torch.ones(4)
+        yield torch.ones(0)
+    yield torch.empty(4, device="meta")
+    yield torch.eye(3).to_sparse()
+    yield torch.eye(3).to_sparse_csr()
+    yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    yield torch.nn.UninitializedParameter()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_bytes_of_its_own_cannot_be_locked_and_is_not():
+    for tensor in tensors_without_bytes():
+        assert not lt.is_locked(tensor)
+        with pytest.raises(TypeError, match=r"lock\(\) copies"):
+            lt.lock(tensor)
+        for work in (lt.lock_, lt.unlock_):
+            with pytest.raises((TypeError, ValueError), match="only a|has no bytes"):
+                work(tensor)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_may_be_made_inside():
+    with lt.locked_memory():
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert not lt.is_locked(nested) and [each.sum() for each in nested.unbind()] == [2, 3]
+
+
+def test_a_zero_tensor_has_no_bytes_and_its_locked_copy_has():
+    zeros = torch._efficientzerotensor((4,))
+    assert not lt.is_locked(zeros)
+    with pytest.raises(ValueError, match="no bytes"):
+        lt.lock_(zeros)
+    locked = lt.lock(zeros)
+    assert type(locked) is lt.LockedTensor and locked.is_locked() and torch.equal(locked, torch.zeros(4))
+
+
+def test_a_python_subclass_is_copied_as_a_locked_tensor():
+    class Sub(torch.Tensor):
+        pass
+
+    locked = lt.lock(torch.arange(3.0).as_subclass(Sub))
+    assert type(locked) is lt.LockedTensor and locked.tolist() == [0, 1, 2]
+
+
+def test_what_is_no_tensor_and_no_number_is_told_by_the_right_name():
+    for work in (lt.lock, lt.lock_, lt.unlock_, lt.is_locked):
+        for wrong in (None, [1.0], numpy.ones(3)):
+            with pytest.raises(TypeError, match=rf"^{work.__name__}\(\) takes a torch.Tensor, got {type(wrong).__name__}$"):
+                work(wrong)
+    for work in (lt.set_cache_limit, lt.set_log_milestone):
+        for wrong in (None, "1", 1.5):
+            with pytest.raises(TypeError, match=rf"^{work.__name__}\(\) takes a whole number of bytes, got "):
+                work(wrong)
+        with pytest.raises(ValueError, match=rf"^{work.__name__}\(\) takes . bytes or more, got -1$"):
+            work(-1)
+    limit = lt.memory_stats()["cached_bytes.limit"]
+    lt.set_cache_limit(numpy.int64(limit))
+    lt.set_cache_limit(2**70)
+    lt.set_cache_limit(limit)
+    assert lt.memory_stats()["cached_bytes.limit"] == limit
 
 
 # --- limits -------------------------------------------------------------------------------------

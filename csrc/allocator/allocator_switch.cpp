@@ -2,10 +2,8 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include <atomic>
 #include <mutex>
 #include <stdexcept>
-#include <utility>
 
 #include "allocator/locked_allocator.h"
 
@@ -14,6 +12,8 @@ namespace locked_tensor {
 namespace {
 
 thread_local AllocationMode mode;
+thread_local bool is_mode_asked = false;
+ModeHook mode_hook = nullptr;
 std::atomic<uint64_t> fall_backs{0};
 
 // Of the allocator that the switch was put in front of.
@@ -31,6 +31,9 @@ class AllocatorSwitch : public c10::Allocator {
   explicit AllocatorSwitch(c10::Allocator* previous) : previous_(previous) {}
 
   c10::DataPtr allocate(size_t nbytes) override {
+    if (is_mode_asked) {
+      mode_hook();
+    }
     if (!mode.is_locked) {
       return previous_->allocate(nbytes);
     }
@@ -41,6 +44,9 @@ class AllocatorSwitch : public c10::Allocator {
       return locked_data(nbytes, mode.pages);
     } catch (const LockRefused&) {
       ++fall_backs;
+      if (mode.fall_backs != nullptr) {
+        ++*mode.fall_backs;
+      }
       return previous_->allocate(nbytes);
     }
   }
@@ -79,8 +85,16 @@ bool is_allocator_switch_installed() {
   return installed != nullptr && c10::GetCPUAllocator() == installed;
 }
 
-AllocationMode set_allocation_mode(const AllocationMode& next) {
-  return std::exchange(mode, next);
+void set_allocation_mode(const AllocationMode& next) {
+  mode = next;
+}
+
+void set_mode_hook(ModeHook hook) {
+  mode_hook = hook;
+}
+
+void ask_for_mode(bool is_asked) {
+  is_mode_asked = is_asked;
 }
 
 bool allocates_locked() {

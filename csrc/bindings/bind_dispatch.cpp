@@ -7,6 +7,7 @@
 #include "allocator/allocator_switch.h"
 #include "bindings/bindings.h"
 #include "bindings/fast_lanes.h"
+#include "bindings/open_contexts.h"
 #include "bindings/operator_arguments.h"
 #include "bindings/tagging.h"
 #include "dispatch/locked_dispatch.h"
@@ -45,7 +46,7 @@ py::object wrap_value(c10::IValue&& value, Wrap wrap) {
   }
   const bool may_hold_tensors = value.isList() || value.isTuple() || value.isGenericDict();
   py::object object = torch::jit::toPyObject(std::move(value));
-  return may_hold_tensors ? py::handle(tag_in_python)(object) : object;
+  return may_hold_tensors && wrap == wrap_tagged ? py::handle(tag_in_python)(object) : object;
 }
 
 // As an operator returns to Python: nothing, one result, or a tuple.
@@ -63,13 +64,17 @@ py::object wrap_results(torch::jit::Stack& stack, Wrap wrap) {
   return results;
 }
 
-py::object call_and_tag(PyObject* func, Below below, PyObject* args, PyObject* kwargs) {
+enum class Tags { kNone, kLocked };
+
+py::object call(PyObject* func, Below below, Tags tags, PyObject* args, PyObject* kwargs) {
   const Operator* op = operator_of(func);
   torch::jit::Stack stack;
   if (op == nullptr || !push_arguments(*op, args, kwargs, &stack)) {
     const bool is_below_python = below == Below::kPython;
-    return py::handle(call_in_python)(py::handle(func), is_below_python, py::handle(args),
-                                      kwargs == nullptr ? py::dict() : py::handle(kwargs));
+    const py::object result =
+        py::handle(call_in_python)(py::handle(func), is_below_python, py::handle(args),
+                                   kwargs == nullptr ? py::dict() : py::handle(kwargs));
+    return tags == Tags::kNone ? result : py::handle(tag_in_python)(result);
   }
   if (op->results == Results::kViews && below == Below::kPython) {
     call_operator(op->handle, below, &stack);  // computes nothing: not worth letting go of the GIL
@@ -77,7 +82,8 @@ py::object call_and_tag(PyObject* func, Below below, PyObject* args, PyObject* k
     py::gil_scoped_release no_gil;
     call_operator(op->handle, below, &stack);
   }
-  const bool is_asked = op->results != Results::kFresh || allocates_locked();
+  const bool is_asked =
+      tags == Tags::kLocked && (op->results != Results::kFresh || allocates_locked());
   return wrap_results(stack, is_asked ? wrap_tagged : wrap_plain);
 }
 
@@ -154,7 +160,28 @@ PyObject* with_python_errors(Work work) {
   return nullptr;
 }
 
-PyObject* run(PyObject* const* given, Py_ssize_t count, PyObject* names, bool is_mode) {
+py::object call_from_class(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
+  if (!are_all_ours(types)) {
+    // Another subclass takes part: it knows its own tensors, and may know ours.
+    return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+  }
+  return call(func, Below::kPython, Tags::kLocked, args, kwargs);
+}
+
+py::object call_from_mode(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
+  follow_logical_context();
+  // A mode meets our own tensors on the way: unless others want to see the operator, at once.
+  const bool all_ours = are_all_ours(types);
+  const bool is_last = all_ours && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  // Where no context decides, the mode is not there: only the class of an argument tags.
+  const bool tags = allocates_locked() || (is_last && PySequence_Size(types) > 0);
+  return call(func, is_last ? Below::kPython : Below::kMode, tags ? Tags::kLocked : Tags::kNone,
+              args, kwargs);
+}
+
+using Call = py::object (*)(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs);
+
+PyObject* run(PyObject* const* given, Py_ssize_t count, PyObject* names, Call call) {
   DispatchArguments arguments;
   if (!parse(given, count, names, &arguments)) {
     return nullptr;
@@ -162,25 +189,19 @@ PyObject* run(PyObject* const* given, Py_ssize_t count, PyObject* names, bool is
   return with_python_errors([&]() -> py::object {
     const py::object none_given = arguments.args == nullptr ? py::tuple() : py::object();
     PyObject* args = arguments.args == nullptr ? none_given.ptr() : arguments.args;
-    const bool all_ours = are_all_ours(arguments.types);
-    if (!is_mode && !all_ours) {
-      // Another subclass takes part: it knows its own tensors, and may know ours.
-      return py::reinterpret_borrow<py::object>(Py_NotImplemented);
-    }
-    // A mode meets our own tensors on the way: unless others want to see the operator, at once.
-    const bool is_last =
-        !is_mode || (all_ours && !c10::impl::TorchDispatchModeTLS::any_modes_set());
-    return call_and_tag(arguments.func, is_last ? Below::kPython : Below::kMode, args,
-                        arguments.kwargs);
+    return call(arguments.func, arguments.types, args, arguments.kwargs);
   });
 }
 
 PyObject* torch_dispatch(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* names) {
-  return run(given, count, names, false);
+  return run(given, count, names, call_from_class);
 }
 
 PyObject* dispatch_in_mode(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* names) {
-  return run(given, count, names, true);
+  if (count == 0) {
+    return PyErr_Format(PyExc_TypeError, "dispatch_in_mode is a method of a mode");
+  }
+  return run(given + 1, count - 1, names, call_from_mode);
 }
 
 PyObject* tag(PyObject*, PyObject* tensor) {
@@ -202,7 +223,7 @@ PyMethodDef functions[] = {
     {"torch_dispatch", as_function(torch_dispatch), METH_FASTCALL | METH_KEYWORDS,
      "LockedTensor's __torch_dispatch__: (func, types, args=(), kwargs=None)."},
     {"dispatch_in_mode", as_function(dispatch_in_mode), METH_FASTCALL | METH_KEYWORDS,
-     "The same for a mode, which other modes and subclasses may stand below."},
+     "The same as a mode's method; other modes and subclasses may stand below."},
     {"tag", tag, METH_O, "The tensor as a LockedTensor if its bytes are locked; else itself."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -220,6 +241,10 @@ void bind_dispatch(py::module_& module) {
     }
   });
   PyModule_AddFunctions(module.ptr(), functions);
+  // Functions in C do not become methods by themselves.
+  const py::object in_mode = module.attr("dispatch_in_mode");
+  module.attr("dispatch_in_mode") =
+      py::reinterpret_steal<py::object>(checked(PyInstanceMethod_New(in_mode.ptr())));
 }
 
 }  // namespace locked_tensor

@@ -1,8 +1,9 @@
-// The memory half of _C: modes, locks, claims, statistics.
+// The memory half of _C: locks, claims, statistics.
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "allocator/allocator_switch.h"
@@ -21,40 +22,10 @@ namespace py = pybind11;
 
 namespace {
 
-HugePages huge_pages_of(const std::string& name) {
-  if (name == "auto") {
-    return HugePages::kAuto;
-  }
-  if (name == "2M") {
-    return HugePages::k2M;
-  }
-  if (name == "off") {
-    return HugePages::kOff;
-  }
-  throw py::value_error("huge_pages must be \"auto\", \"2M\" or \"off\", got \"" + name + "\"");
-}
-
-// A mode as Python keeps it, to put it back later.
-struct SavedMode {
-  AllocationMode mode;
-};
-
-SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> numa_node,
-                            bool falls_back) {
-  AllocationMode mode;
-  mode.is_locked = true;
-  mode.falls_back = falls_back;
-  mode.pages.huge_pages = huge_pages_of(huge_pages);
-  if (numa_node) {
-    check_numa_node(*numa_node);
-    mode.pages.numa_node = *numa_node;
-  }
-  install_allocator_switch();
-  return SavedMode{set_allocation_mode(mode)};
-}
-
 // --- claims: new_cpu_locked_tensor and free_cpu_locked_tensor -----------------------------------
 
+// Without elements it is an empty view of locked memory, as which it is locked, and can be given
+// up.
 at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
   if (count < 0) {
     throw py::value_error("num_elem must not be negative, got " + std::to_string(count));
@@ -68,9 +39,12 @@ at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
   at::Tensor tensor;
   {
     py::gil_scoped_release no_gil;
-    tensor = at::Tensor(at::detail::empty_generic({count}, locked_allocator(PageOptions{}),
-                                                  c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                  scalar_type, std::nullopt));
+    tensor = at::Tensor(at::detail::empty_generic(
+        {std::max<int64_t>(count, 1)}, locked_allocator(PageOptions{}),
+        c10::DispatchKeySet(c10::DispatchKey::CPU), scalar_type, std::nullopt));
+  }
+  if (count == 0) {
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous({0});
   }
   if (Block* block = block_of(tensor.storage().data_ptr())) {
     block->is_claimed = true;
@@ -117,15 +91,49 @@ bool free_claimed_at(uintptr_t address) {
 
 // --- in place -----------------------------------------------------------------------------------
 
+bool is_strided(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && !tensor.is_nested();
+}
+
+std::string describe(const at::Tensor& tensor) {
+  return "device " + tensor.device().str() + ", layout " + c10::str(tensor.layout()) +
+         (tensor.is_nested() ? ", nested" : "");
+}
+
+// A FakeTensor says that it is somewhere else than its storage is; a functorch wrapper has none.
+bool has_own_storage(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().device_type() == tensor.device().type();
+}
+
+// Of lock: may be anywhere, with bytes or none.
+void check_copyable(const at::Tensor& tensor) {
+  if (!is_strided(tensor)) {
+    throw py::type_error("lock() copies strided tensors (to_dense() makes one), got " +
+                         describe(tensor));
+  }
+  if (!has_own_storage(tensor) || tensor.device().is_meta()) {
+    throw py::type_error(
+        "lock() copies a tensor's bytes, and this one has none (fake, meta or a "
+        "wrapper?), got " +
+        describe(tensor));
+  }
+}
+
 struct StorageSpan {
   void* data;
   size_t bytes;
 };
 
 StorageSpan storage_span(const at::Tensor& tensor) {
-  if (tensor.layout() != c10::kStrided || !tensor.device().is_cpu()) {
-    throw py::value_error("only a strided CPU tensor's storage can be locked, got device " +
-                          tensor.device().str() + ", layout " + c10::str(tensor.layout()));
+  if (!is_strided(tensor) || !tensor.device().is_cpu()) {
+    throw py::value_error("only a strided CPU tensor's storage can be locked, got " +
+                          describe(tensor));
+  }
+  if (!has_own_storage(tensor)) {
+    throw py::type_error(
+        "only a tensor with bytes of its own can be locked, not a fake or a "
+        "wrapper, got " +
+        describe(tensor));
   }
   const c10::Storage& storage = tensor.storage();
   void* data = storage.mutable_data();
@@ -135,13 +143,24 @@ StorageSpan storage_span(const at::Tensor& tensor) {
   return {data, storage.nbytes()};
 }
 
-bool is_ours(const StorageSpan& span) {
-  return LockedArena::process().find(span.data) != nullptr;
+// The block that was allocated locked and holds the storage; nullptr where it is no such storage.
+Block* block_around(const StorageSpan& span) {
+  Block* block = LockedArena::process().find(span.data);
+  if (block == nullptr) {
+    return nullptr;
+  }
+  const std::byte* end = static_cast<const std::byte*>(span.data) + span.bytes;
+  if (end > block->data + block->size_bytes) {
+    throw py::value_error(
+        "the storage begins in memory that was allocated locked and ends outside of it");
+  }
+  return block;
 }
 
 void lock_storage(const at::Tensor& tensor) {
   const StorageSpan span = storage_span(tensor);
-  if (is_ours(span)) {
+  if (Block* block = block_around(span)) {
+    ++block->in_place_locks;
     return;
   }
   const Mapping mapping = mapping_of(span.data);
@@ -168,9 +187,16 @@ void lock_storage(const at::Tensor& tensor) {
 
 void unlock_storage(const at::Tensor& tensor) {
   const StorageSpan span = storage_span(tensor);
-  if (is_ours(span)) {
-    throw py::value_error(
-        "this memory was allocated locked and stays so; only what lock_() locked can be unlocked");
+  if (Block* block = block_around(span)) {
+    uint32_t locks = block->in_place_locks;
+    while (locks > 0 && !block->in_place_locks.compare_exchange_weak(locks, locks - 1)) {
+    }
+    if (locks == 0) {
+      throw py::value_error(
+          "unlock_() undoes a lock_(), and there is none: this memory was allocated locked and "
+          "stays so");
+    }
+    return;
   }
   py::gil_scoped_release no_gil;
   unlock_in_place(span.data, span.bytes);
@@ -206,15 +232,11 @@ py::dict arena_stats() {
 
 void bind_memory(py::module_& module) {
   register_errors();
-  py::class_<SavedMode>(module, "SavedMode");
-  module.def("enter_locked_mode", &enter_locked_mode, py::arg("huge_pages"), py::arg("numa_node"),
-             py::arg("falls_back"));
-  module.def("leave_locked_mode", [](const SavedMode& saved) { set_allocation_mode(saved.mode); });
   module.def("is_switch_installed", &is_allocator_switch_installed);
-  module.def("fall_back_count", &fall_back_count);
   module.def("new_claimed_tensor", &new_claimed_tensor);
   module.def("free_claimed_tensor", &free_claimed_tensor);
   module.def("free_claimed_at", &free_claimed_at, py::arg("address"));
+  module.def("check_copyable", &check_copyable);
   module.def("lock_storage", &lock_storage);
   module.def("unlock_storage", &unlock_storage);
   module.def("memory_stats", &arena_stats);

@@ -5,6 +5,7 @@
 
 namespace locked_tensor {
 
+void bind_contexts(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_io(pybind11::module_& module);
 void bind_dispatch(pybind11::module_& module);

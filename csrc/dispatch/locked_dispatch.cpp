@@ -6,7 +6,8 @@ namespace locked_tensor {
 
 ByteExtent byte_extent(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != c10::kStrided || !tensor.device().is_cpu() ||
-      !tensor.has_storage() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      tensor.is_nested() || !tensor.has_storage() ||
+      tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
     return {};
   }
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();

@@ -8,7 +8,7 @@
 namespace locked_tensor {
 
 // The bytes between a tensor's first and last element; {nullptr, 0} for a tensor without bytes in
-// CPU memory (meta, sparse, fake, null). An empty view has a place but no bytes.
+// CPU memory (meta, sparse, nested, fake, null). An empty view has a place but no bytes.
 struct ByteExtent {
   std::byte* data = nullptr;
   size_t bytes = 0;

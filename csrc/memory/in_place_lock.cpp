@@ -142,7 +142,8 @@ void lock_in_place(void* data, size_t bytes, bool is_registrable) {
 
 void unlock_in_place(void* data, size_t bytes) {
   if (!InPlaceLocks::process().unlock_span(span_of(data, bytes))) {
-    throw std::invalid_argument("this memory was not locked in place");
+    throw std::invalid_argument(
+        "this memory is not locked in place: unlock_() undoes a lock_(), and there is none");
   }
 }
 

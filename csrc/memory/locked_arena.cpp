@@ -361,6 +361,7 @@ Block* LockedArena::allocate(size_t bytes, const PageOptions& options) {
   place->size_bytes = bytes;
   place->pages = options;
   place->is_claimed = false;
+  place->in_place_locks = 0;
   place->kind = &kind;
   place->fork_generation = fork_generation();
   place->references.store(1);

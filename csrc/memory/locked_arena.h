@@ -19,6 +19,8 @@ struct Block {
   PageOptions pages;
   // A handle's claim, by new_cpu_locked_tensor, that free_cpu_locked_tensor has not given up yet.
   std::atomic<bool> is_claimed{false};
+  // lock_ calls that unlock_ has not undone. They change nothing: the block is locked anyway.
+  std::atomic<uint32_t> in_place_locks{0};
 };
 
 struct ArenaStats {
