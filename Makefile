@@ -64,7 +64,7 @@ $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
 	@touch $@
 
 $(ENVIRONMENT)/test-packages: $(ENVIRONMENT)/python pyproject.toml
-	$(PYTHON) -m pip install -q pytest expecttest hypothesis nbclient nbformat ipykernel
+	$(PYTHON) -m pip install -q pytest expecttest hypothesis safetensors nbclient nbformat ipykernel
 	@touch $@
 
 native: native-asan native-tsan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from typing import Callable, Mapping, NamedTuple
+from typing import Callable, Mapping, NamedTuple, Optional
 
 
 class Cost(NamedTuple):
@@ -20,12 +20,22 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Cost]:
-    """Runs every work once in each round, in turn, after one round that is not counted."""
+def interleaved(
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    before_each: Optional[Callable[[], object]] = None,
+) -> dict[str, Cost]:
+    """Runs every work once in each round, in turn, after one round that is not counted.
+
+    `before_each` runs before every work and is not timed.
+    """
     walls: dict[str, list[float]] = {name: [] for name in works}
     cpus: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
+            if before_each is not None:
+                before_each()
             cpu, wall = cpu_seconds(), time.perf_counter()
             work()
             wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu

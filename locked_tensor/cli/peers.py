@@ -1,4 +1,4 @@
-"""Other ways to do the same, for comparison where they are installed: DeepSpeed's handle and fio."""
+"""Other ways to do the same, for comparison where they are installed: DeepSpeed, safetensors, fio."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def deepspeed_aio() -> Optional[Any]:
         return AsyncIOBuilder().load(verbose=False)
     except Exception:  # whatever keeps a peer from loading, it is not there to compare with
         return None
+
+
+def safetensors_torch() -> Optional[Any]:
+    """The module safetensors.torch; None where it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        return None
+    return safetensors.torch
 
 
 def fio_figures(
