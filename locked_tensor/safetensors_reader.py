@@ -152,24 +152,12 @@ class SafetensorsFile:
             raise type(error)(f"tensor {name!r}: {error}") from None
 
     def _read_boxes(self, boxes: dict[str, Box], on_limit: str) -> dict[str, torch.Tensor]:
+        entries = sorted((self._header.entries[name] for name in boxes), key=lambda entry: entry.begin)
         results: dict[str, torch.Tensor] = {}
-        with locked_memory(on_limit=on_limit):
-            for name, box in boxes.items():
-                entry = self._header.entries[name]
-                results[name] = _new_tensor(entry.dtype, box, self._header.data_offset + entry.begin)
-        wanted = [
-            _Wanted(piece, name)
-            for name, box in boxes.items()
-            for piece in pieces(
-                box,
-                as_plain(results[name]).view(box.sizes),
-                self._header.data_offset + self._header.entries[name].begin,
-            )
-        ]
-        groups = list(_grouped(sorted(wanted, key=lambda each: each.piece.file_offset)))
         tickets = Tickets(self.path, "reading")
-        ring = ScratchRing(PAGE_BYTES + max((group.nbytes for group in groups if not group.goes_direct), default=0))
-        for group in groups:
+        span = entries[-1].end - entries[0].begin if entries else 0
+        ring = ScratchRing(PAGE_BYTES + min(span, AT_ONCE_BYTES))
+        for group in _grouped(self._allocated(entries, boxes, results, on_limit)):
             if group.goes_direct:
                 piece, name = group.wanted[0]
                 tickets.add(self._handle.submit_pread(piece.target, self._fd, piece.file_offset), [repr(name)])
@@ -177,7 +165,25 @@ class SafetensorsFile:
                 _read_together(self._handle, self._fd, group, ring, tickets)
         ring.drain()
         tickets.finish()
-        return results
+        return {name: results[name] for name in boxes}
+
+    def _allocated(
+        self, entries: list[TensorEntry], boxes: dict[str, Box], results: dict[str, torch.Tensor], on_limit: str
+    ) -> Iterator[_Wanted]:
+        """What to read, in the order of the file; each tensor's memory is taken when its turn comes.
+
+        Taking locked memory is work, so it goes on while what was yielded before is being read.
+        """
+        for batch in _batches(entries):
+            with locked_memory(on_limit=on_limit):
+                for entry in batch:
+                    begin = self._header.data_offset + entry.begin
+                    results[entry.name] = _new_tensor(entry.dtype, boxes[entry.name], begin)
+            for entry in batch:
+                box = boxes[entry.name]
+                target = as_plain(results[entry.name]).view(box.sizes)
+                for piece in pieces(box, target, self._header.data_offset + entry.begin):
+                    yield _Wanted(piece, entry.name)
 
 
 class _Wanted(NamedTuple):
@@ -224,6 +230,19 @@ def _grouped(wanted: list[_Wanted]) -> Iterator[_Group]:
             group = None
     if group is not None:
         yield group
+
+
+def _batches(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Tensors whose memory is taken at once: entering `locked_memory` costs as much as a small tensor."""
+    batch: list[TensorEntry] = []
+    nbytes = 0
+    for entry in entries:
+        batch.append(entry)
+        nbytes += entry.nbytes
+        if nbytes >= AT_ONCE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
 
 
 def _wanted(names: Optional[Names], every: list[str]) -> list[tuple[str, Any]]:
