@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import weakref
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Optional, Union
 
 import torch
 
@@ -27,6 +27,7 @@ from locked_tensor.scratch import AT_ONCE_BYTES, ScratchRing
 from locked_tensor.tensor import as_plain, tag
 from locked_tensor.tickets import Tickets, handle_or_own, named_errors
 
+_Memory = Callable[[], ContextManager[None]]
 Names = Union[Iterable[str], Mapping[str, Any]]
 
 _FIRST_READ_BYTES = 64 << 10  # holds most headers
@@ -39,6 +40,8 @@ def load(
     names: Optional[Names] = None,
     *,
     aio_handle: Optional[AioHandle] = None,
+    huge_pages: str = "auto",
+    numa_node: Optional[int] = None,
     on_limit: str = "raise",
 ) -> dict[str, torch.Tensor]:
     """Reads tensors of a safetensors file into locked memory, and nothing else of the file but its header.
@@ -51,7 +54,8 @@ def load(
             integer, a slice of step 1, a tuple of such, or None for everything:
             `load(path, {"embed.weight": slice(0, 1000), "head.weight": None})`.
         aio_handle: the handle to read with; by default one of this call's own.
-        on_limit: as of `locked_memory`: "raise", or "fall_back" to ordinary memory.
+        huge_pages, numa_node, on_limit: as of `locked_memory`. In a virtual machine that gives free
+            memory back to its host, `huge_pages="off"` may load faster the first time.
 
     Returns:
         The tensors by name, in the order of `names` or else of the file.
@@ -65,7 +69,7 @@ def load(
         ShortReadError: the file became shorter meanwhile.
     """
     with open_safetensors(path, aio_handle=aio_handle) as file:
-        return file.read(names, on_limit=on_limit)
+        return file.read(names, huge_pages=huge_pages, numa_node=numa_node, on_limit=on_limit)
 
 
 def open_safetensors(path: Path, *, aio_handle: Optional[AioHandle] = None) -> SafetensorsFile:
@@ -107,13 +111,22 @@ class SafetensorsFile:
         """The tensors' names, in the order of the file."""
         return list(self._header.entries)
 
-    def read(self, names: Optional[Names] = None, *, on_limit: str = "raise") -> dict[str, torch.Tensor]:
+    def read(
+        self,
+        names: Optional[Names] = None,
+        *,
+        huge_pages: str = "auto",
+        numa_node: Optional[int] = None,
+        on_limit: str = "raise",
+    ) -> dict[str, torch.Tensor]:
         """Reads tensors, or parts of them; see `load`."""
         if not self._release.alive:
             raise ValueError(f"{self!r} is closed")
         boxes = {name: self._select(name, index) for name, index in _wanted(names, self.keys())}
         with named_errors(self.path):
-            return self._read_boxes(boxes, on_limit)
+            return self._read_boxes(
+                boxes, lambda: locked_memory(huge_pages=huge_pages, numa_node=numa_node, on_limit=on_limit)
+            )
 
     def close(self) -> None:
         """Idempotent."""
@@ -151,13 +164,13 @@ class SafetensorsFile:
         except (TypeError, ValueError, IndexError) as error:
             raise type(error)(f"tensor {name!r}: {error}") from None
 
-    def _read_boxes(self, boxes: dict[str, Box], on_limit: str) -> dict[str, torch.Tensor]:
+    def _read_boxes(self, boxes: dict[str, Box], memory: _Memory) -> dict[str, torch.Tensor]:
         entries = sorted((self._header.entries[name] for name in boxes), key=lambda entry: entry.begin)
         results: dict[str, torch.Tensor] = {}
         tickets = Tickets(self.path, "reading")
         span = entries[-1].end - entries[0].begin if entries else 0
         ring = ScratchRing(PAGE_BYTES + min(span, AT_ONCE_BYTES))
-        for group in _grouped(self._allocated(entries, boxes, results, on_limit)):
+        for group in _grouped(self._allocated(entries, boxes, results, memory)):
             if group.goes_direct:
                 piece, name = group.wanted[0]
                 tickets.add(self._handle.submit_pread(piece.target, self._fd, piece.file_offset), [repr(name)])
@@ -168,14 +181,14 @@ class SafetensorsFile:
         return {name: results[name] for name in boxes}
 
     def _allocated(
-        self, entries: list[TensorEntry], boxes: dict[str, Box], results: dict[str, torch.Tensor], on_limit: str
+        self, entries: list[TensorEntry], boxes: dict[str, Box], results: dict[str, torch.Tensor], memory: _Memory
     ) -> Iterator[_Wanted]:
         """What to read, in the order of the file; each tensor's memory is taken when its turn comes.
 
         Taking locked memory is work, so it goes on while what was yielded before is being read.
         """
         for batch in _batches(entries):
-            with locked_memory(on_limit=on_limit):
+            with memory():
                 for entry in batch:
                     begin = self._header.data_offset + entry.begin
                     results[entry.name] = _new_tensor(entry.dtype, boxes[entry.name], begin)

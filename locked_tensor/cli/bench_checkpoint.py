@@ -93,7 +93,7 @@ class _Bench:
         if self.peer is not None:
             peers.append("safetensors, fsynced")
             works[peers[-1]] = lambda: _synced(lambda: self.peer.save_file(self.model, path), path)
-        costs = interleaved(works, self.rounds, before_each=lambda: path.unlink(missing_ok=True))
+        costs = interleaved(works, self.rounds, before_each=lambda _: path.unlink(missing_ok=True))
         handle.close()
         path.unlink()
         self.add_costs(costs)
@@ -121,34 +121,33 @@ class _Bench:
 
             return work
 
-        def make_cold(is_memory_kept: bool) -> Callable[[], None]:
-            def work() -> None:
-                self.loaded = None
-                if not is_memory_kept:
-                    lt.empty_cache()
-                for each in (torch_path, path):
-                    _evict(each)
+        def make_cold(name: str) -> None:
+            self.loaded = None
+            if name in fresh:
+                lt.empty_cache()
+            for each in (torch_path, path):
+                _evict(each)
 
-            return work
-
+        fresh = ["lt.load, memory fresh, small pages", "lt.load, memory fresh"]
+        reused = "lt.load, memory reused"
         works = {
-            "lt.load, cold": keep(lambda: lt.load(path)),
-            "torch.load, cold": keep(lambda: torch.load(torch_path)),
-            "torch.load(mmap=True), touched, cold": keep(lambda: torch.load(torch_path, mmap=True), is_mapped=True),
+            fresh[0]: keep(lambda: lt.load(path, huge_pages="off")),
+            fresh[1]: keep(lambda: lt.load(path)),
+            reused: keep(lambda: lt.load(path)),
+            "torch.load": keep(lambda: torch.load(torch_path)),
+            "torch.load(mmap=True), touched": keep(lambda: torch.load(torch_path, mmap=True), is_mapped=True),
         }
         if self.peer is not None:
-            works["safetensors, touched, cold"] = keep(lambda: self.peer.load_file(path), is_mapped=True)
-        costs = interleaved(works, self.rounds, before_each=make_cold(False))
-        ours = costs["lt.load, cold"]
-        peers = list(costs)[1:]
-        self.add_costs(costs)
-        self.add_ratio("lt.load / the fastest of the others, cold", ours, [costs[name] for name in peers])
+            works["safetensors, touched"] = keep(lambda: self.peer.load_file(path), is_mapped=True)
         limit = lt.memory_stats()["cached_bytes.limit"]
         lt.set_cache_limit(2 * self.nbytes)
-        again = interleaved({"lt.load into reused memory, cold": works["lt.load, cold"]}, self.rounds, before_each=make_cold(True))
+        costs = interleaved(works, self.rounds, before_each=make_cold)
         self.loaded = None
         lt.set_cache_limit(limit)
-        self.add_costs(again)
+        self.add_costs({f"cold file: {name}": cost for name, cost in costs.items()})
+        theirs = [cost for name, cost in costs.items() if not name.startswith("lt.")]
+        for name in (reused, *fresh):
+            self.add_ratio(f"cold file: {name} / the fastest of the others", costs[name], theirs)
 
 
 def _named(peers: list[str]) -> str:

@@ -24,18 +24,18 @@ def interleaved(
     works: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
-    before_each: Optional[Callable[[], object]] = None,
+    before_each: Optional[Callable[[str], object]] = None,
 ) -> dict[str, Cost]:
     """Runs every work once in each round, in turn, after one round that is not counted.
 
-    `before_each` runs before every work and is not timed.
+    `before_each` is called with each work's name before it, and is not timed.
     """
     walls: dict[str, list[float]] = {name: [] for name in works}
     cpus: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
             if before_each is not None:
-                before_each()
+                before_each(name)
             cpu, wall = cpu_seconds(), time.perf_counter()
             work()
             wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
