@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import weakref
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Optional, Union
 
 import torch
 
@@ -27,6 +27,7 @@ from locked_tensor.scratch import AT_ONCE_BYTES, ScratchRing
 from locked_tensor.tensor import as_plain, tag
 from locked_tensor.tickets import Tickets, handle_or_own, named_errors
 
+_Memory = Callable[[], ContextManager[None]]
 Names = Union[Iterable[str], Mapping[str, Any]]
 
 _FIRST_READ_BYTES = 64 << 10  # holds most headers
@@ -39,6 +40,8 @@ def load(
     names: Optional[Names] = None,
     *,
     aio_handle: Optional[AioHandle] = None,
+    huge_pages: str = "auto",
+    numa_node: Optional[int] = None,
     on_limit: str = "raise",
 ) -> dict[str, torch.Tensor]:
     """Reads tensors of a safetensors file into locked memory, and nothing else of the file but its header.
@@ -51,7 +54,8 @@ def load(
             integer, a slice of step 1, a tuple of such, or None for everything:
             `load(path, {"embed.weight": slice(0, 1000), "head.weight": None})`.
         aio_handle: the handle to read with; by default one of this call's own.
-        on_limit: as of `locked_memory`: "raise", or "fall_back" to ordinary memory.
+        huge_pages, numa_node, on_limit: as of `locked_memory`. In a virtual machine that gives free
+            memory back to its host, `huge_pages="off"` may load faster the first time.
 
     Returns:
         The tensors by name, in the order of `names` or else of the file.
@@ -65,7 +69,7 @@ def load(
         ShortReadError: the file became shorter meanwhile.
     """
     with open_safetensors(path, aio_handle=aio_handle) as file:
-        return file.read(names, on_limit=on_limit)
+        return file.read(names, huge_pages=huge_pages, numa_node=numa_node, on_limit=on_limit)
 
 
 def open_safetensors(path: Path, *, aio_handle: Optional[AioHandle] = None) -> SafetensorsFile:
@@ -107,13 +111,22 @@ class SafetensorsFile:
         """The tensors' names, in the order of the file."""
         return list(self._header.entries)
 
-    def read(self, names: Optional[Names] = None, *, on_limit: str = "raise") -> dict[str, torch.Tensor]:
+    def read(
+        self,
+        names: Optional[Names] = None,
+        *,
+        huge_pages: str = "auto",
+        numa_node: Optional[int] = None,
+        on_limit: str = "raise",
+    ) -> dict[str, torch.Tensor]:
         """Reads tensors, or parts of them; see `load`."""
         if not self._release.alive:
             raise ValueError(f"{self!r} is closed")
         boxes = {name: self._select(name, index) for name, index in _wanted(names, self.keys())}
         with named_errors(self.path):
-            return self._read_boxes(boxes, on_limit)
+            return self._read_boxes(
+                boxes, lambda: locked_memory(huge_pages=huge_pages, numa_node=numa_node, on_limit=on_limit)
+            )
 
     def close(self) -> None:
         """Idempotent."""
@@ -151,25 +164,13 @@ class SafetensorsFile:
         except (TypeError, ValueError, IndexError) as error:
             raise type(error)(f"tensor {name!r}: {error}") from None
 
-    def _read_boxes(self, boxes: dict[str, Box], on_limit: str) -> dict[str, torch.Tensor]:
+    def _read_boxes(self, boxes: dict[str, Box], memory: _Memory) -> dict[str, torch.Tensor]:
+        entries = sorted((self._header.entries[name] for name in boxes), key=lambda entry: entry.begin)
         results: dict[str, torch.Tensor] = {}
-        with locked_memory(on_limit=on_limit):
-            for name, box in boxes.items():
-                entry = self._header.entries[name]
-                results[name] = _new_tensor(entry.dtype, box, self._header.data_offset + entry.begin)
-        wanted = [
-            _Wanted(piece, name)
-            for name, box in boxes.items()
-            for piece in pieces(
-                box,
-                as_plain(results[name]).view(box.sizes),
-                self._header.data_offset + self._header.entries[name].begin,
-            )
-        ]
-        groups = list(_grouped(sorted(wanted, key=lambda each: each.piece.file_offset)))
         tickets = Tickets(self.path, "reading")
-        ring = ScratchRing(PAGE_BYTES + max((group.nbytes for group in groups if not group.goes_direct), default=0))
-        for group in groups:
+        span = entries[-1].end - entries[0].begin if entries else 0
+        ring = ScratchRing(PAGE_BYTES + min(span, AT_ONCE_BYTES))
+        for group in _grouped(self._allocated(entries, boxes, results, memory)):
             if group.goes_direct:
                 piece, name = group.wanted[0]
                 tickets.add(self._handle.submit_pread(piece.target, self._fd, piece.file_offset), [repr(name)])
@@ -177,7 +178,25 @@ class SafetensorsFile:
                 _read_together(self._handle, self._fd, group, ring, tickets)
         ring.drain()
         tickets.finish()
-        return results
+        return {name: results[name] for name in boxes}
+
+    def _allocated(
+        self, entries: list[TensorEntry], boxes: dict[str, Box], results: dict[str, torch.Tensor], memory: _Memory
+    ) -> Iterator[_Wanted]:
+        """What to read, in the order of the file; each tensor's memory is taken when its turn comes.
+
+        Taking locked memory is work, so it goes on while what was yielded before is being read.
+        """
+        for batch in _batches(entries):
+            with memory():
+                for entry in batch:
+                    begin = self._header.data_offset + entry.begin
+                    results[entry.name] = _new_tensor(entry.dtype, boxes[entry.name], begin)
+            for entry in batch:
+                box = boxes[entry.name]
+                target = as_plain(results[entry.name]).view(box.sizes)
+                for piece in pieces(box, target, self._header.data_offset + entry.begin):
+                    yield _Wanted(piece, entry.name)
 
 
 class _Wanted(NamedTuple):
@@ -208,7 +227,7 @@ class _Group(NamedTuple):
         return gap <= NEAR_BYTES and self.nbytes + gap + piece.nbytes <= AT_ONCE_BYTES
 
 
-def _grouped(wanted: list[_Wanted]) -> Iterator[_Group]:
+def _grouped(wanted: Iterable[_Wanted]) -> Iterator[_Group]:
     """Large stretches alone, the others with their neighbours."""
     group: Optional[_Group] = None
     for each in wanted:
@@ -224,6 +243,19 @@ def _grouped(wanted: list[_Wanted]) -> Iterator[_Group]:
             group = None
     if group is not None:
         yield group
+
+
+def _batches(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Tensors whose memory is taken at once: entering `locked_memory` costs as much as a small tensor."""
+    batch: list[TensorEntry] = []
+    nbytes = 0
+    for entry in entries:
+        batch.append(entry)
+        nbytes += entry.nbytes
+        if nbytes >= AT_ONCE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
 
 
 def _wanted(names: Optional[Names], every: list[str]) -> list[tuple[str, Any]]:

@@ -10,6 +10,10 @@ from locked_tensor.errors import ShortReadError
 from locked_tensor.handle import AioHandle, IoTicket
 from locked_tensor.handle import aio_handle as make_handle
 
+# Files of gigabytes that grow gain from longer requests than the handle's usual ones.
+_BLOCK_BYTES = 4 << 20
+_QUEUE_DEPTH = 32
+
 
 class Tickets:
     """The operations of one job on one file. Whatever fails, each is waited for before the job ends."""
@@ -80,4 +84,4 @@ def handle_or_own(aio_handle: Optional[AioHandle]) -> ContextManager[AioHandle]:
     """The caller's handle, left open, or one that is closed at the end of the block."""
     if aio_handle is not None:
         return contextlib.nullcontext(aio_handle)
-    return make_handle()
+    return make_handle(_BLOCK_BYTES, _QUEUE_DEPTH)

@@ -151,6 +151,20 @@ def test_a_command_that_is_ended_leaves_nothing(disk_folder, number):
     assert os.listdir(disk_folder) == []
 
 
+def test_bench_checkpoint_gives_every_figure_and_leaves_nothing(disk_folder):
+    json_file = disk_folder / "figures.json"
+    arguments = ["bench", "checkpoint", "--folder", str(disk_folder), "--bytes", str(16 << 20), "--rounds", "1"]
+    assert main(arguments + ["--json", str(json_file)]) == 0
+    figures = {row["what"]: row for row in json.loads(json_file.read_text())}
+    assert figures["lt.save, locked tensors"]["unit"] == "GB/s"
+    ratios = [what for what, row in figures.items() if row["unit"] == "x"]
+    assert len(ratios) == 6
+    assert "torch.save through open_writer / to a path, both fsynced" in ratios
+    assert "cold file: lt.load, memory reused / the fastest of the others" in ratios
+    assert os.listdir(disk_folder) == ["figures.json"]
+    assert all(row["value"] >= 0 for row in figures.values())
+
+
 def test_bench_refuses_a_disk_that_it_would_fill(disk_folder, capsys):
     assert main(["bench", "io", "--folder", str(disk_folder), "--bytes", str(1 << 60)]) == 2
     assert "too little free space" in capsys.readouterr().err

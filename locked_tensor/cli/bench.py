@@ -20,6 +20,7 @@ GROUPS = (
     "locked_tensor.cli.bench_io",
     "locked_tensor.cli.bench_tune",
     "locked_tensor.cli.bench_swap",
+    "locked_tensor.cli.bench_checkpoint",
     "locked_tensor.cli.bench_soak",
 )
 

@@ -1,4 +1,4 @@
-"""Other ways to do the same, for comparison where they are installed: DeepSpeed's handle, NIXL's agent, fio."""
+"""Other ways to do the same, for comparison where they are installed: DeepSpeed, NIXL, safetensors, fio."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def nixl_api() -> Optional[Any]:
         except ImportError:
             continue
     return None
+
+
+def safetensors_torch() -> Optional[Any]:
+    """The module safetensors.torch; None where it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        return None
+    return safetensors.torch
 
 
 class NixlFile:
