@@ -183,3 +183,15 @@ def test_an_exception_thrown_into_an_await_leaves_the_operation_to_wait(engine, 
         asyncio.run(main())
         assert handle.wait() == 1
     assert (disk_folder / "file").read_bytes() == pattern(16 << 20, 5).numpy().tobytes()
+
+
+def test_the_first_await_of_a_handle_hears_of_what_was_in_flight_before(engine, disk_folder):
+    """Kernel AIO tells an eventfd only of requests that were submitted with it."""
+    data = locked_bytes(1 << 20)
+
+    async def write(handle):
+        return await asyncio.wait_for(handle.submit_pwrite(data, disk_folder / "file", durable=True), 60)
+
+    for _ in range(40):
+        with lt.aio_handle(engine=engine) as handle:
+            assert asyncio.run(write(handle)) == 1 << 20

@@ -92,6 +92,7 @@ void Driver::notify(int event_fd) {
   }
   Lock lock(mutex_);
   event_fd_ = event_fd;
+  announce();
 }
 
 void Driver::start(std::vector<std::shared_ptr<Transfer>> transfers, bool is_caller_driving) {
@@ -207,8 +208,10 @@ bool Driver::submit_some(Lock& lock, bool is_inline) {
   requests.reserve(count);
   std::vector<uint32_t> indices(ready_.begin(), ready_.begin() + count);
   ready_.erase(ready_.begin(), ready_.begin() + count);
+  const bool is_quiet = event_fd_ < 0;
   for (uint32_t index : indices) {
     requests.push_back(request_of(index));
+    pieces_[index].is_quiet = is_quiet;
   }
   in_flight_ += count;
   const uint32_t refusals = refusals_;
@@ -220,6 +223,7 @@ bool Driver::submit_some(Lock& lock, bool is_inline) {
   lock.lock();
   const size_t taken = accepted > 0 ? static_cast<size_t>(accepted) : 0;
   in_engine_ += taken;
+  quiet_ += is_quiet ? static_cast<int64_t>(taken) : 0;
   in_flight_ -= count - taken;
   stats_.requests += taken;
   if (taken > 0) {
@@ -440,6 +444,7 @@ void Driver::take_completion(Lock& lock, const Completion& completion) {
   LT_CHECK(index < pieces_.size() && pieces_[index].transfer != nullptr,
            "a completion belongs to a piece on its way");
   Piece& piece = pieces_[index];
+  quiet_ -= piece.is_quiet ? 1 : 0;
   Transfer& transfer = *piece.transfer;
   const int64_t result = completion.result;
   const uint64_t offset = piece.file_offset + piece.done_bytes;
@@ -614,7 +619,7 @@ uint32_t Driver::new_piece() {
 
 bool Driver::has_worker_work() const {
   return !backlog_.empty() || !ready_.empty() || !to_scatter_.empty() ||
-         staged_reads_ > kStagedReadsLeftToWaiter;
+         staged_reads_ > kStagedReadsLeftToWaiter || (event_fd_ >= 0 && quiet_ > 0);
 }
 
 // Tells other threads that there may be work for them.

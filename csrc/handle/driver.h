@@ -56,7 +56,8 @@ class Driver {
   // Works until no transfer is left.
   void drain();
 
-  // Has an eventfd signalled at each completion of the engine and at the end of each transfer.
+  // Has an eventfd signalled at each completion of the engine and at the end of each transfer; also
+  // of what is in flight already, which an engine may no longer tell of.
   void notify(int event_fd);
 
   std::mutex& mutex() { return mutex_; }
@@ -87,6 +88,7 @@ class Driver {
     std::vector<iovec> vectors;
     uint64_t done_bytes = 0;
     uint32_t fruitless_tries = 0;
+    bool is_quiet = false;  // handed over when there was no eventfd to signal
   };
 
   // The units of work. Each is called with the mutex held, may give it back meanwhile, and says
@@ -141,6 +143,7 @@ class Driver {
   bool is_reaping_ = false;
   bool is_stopping_ = false;
   int event_fd_ = -1;
+  int64_t quiet_ = 0;  // quiet pieces in the engine; behind for a moment, as in_engine_ is
   uint32_t refusals_ =
       0;  // in a row, by the engine; each makes the next submit wait a little longer
   DriverStats stats_;

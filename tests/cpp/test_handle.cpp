@@ -2,6 +2,8 @@
 // compared.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -336,4 +338,25 @@ TEST_CASE("the million-and-first pending transfer waits for room") {
   }
   CHECK(handle.wait() == 1000);
   CHECK(file_bytes(tmpfs.file("file")).size() == 64000);
+}
+
+TEST_CASE("an eventfd hears of what was in flight before it was given") {
+  const Folder tmpfs(Folder::Where::kTmpfs);
+  HandleOptions options;
+  options.queue_depth = 8;
+  // This engine signals, as kernel AIO does, only for what is submitted from then on.
+  AioHandle handle(options, std::make_unique<ScriptedEngine>(Script{}, 8));
+  Bytes data(64);
+  TransferSpec spec;
+  spec.operation = Operation::kWrite;
+  spec.memory.emplace_back(data.data(), data.size());
+  spec.file = tmpfs.file("file");
+  const auto transfer = handle.start(std::move(spec), Report::kTicket);
+  const UniqueFd events(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  handle.notify(events.get());
+  pollfd waiting{events.get(), POLLIN, 0};
+  REQUIRE(::poll(&waiting, 1, 30'000) == 1);
+  CHECK(handle.wait_for(transfer, 0));
+  CHECK(handle.wait() == 1);
+  handle.notify(-1);
 }
