@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -359,3 +360,17 @@ def test_small_lock_limits_leave_many_handles_usable(disk_folder):
         os.chmod(file.name, 0o666)
         done = run_python(program, file.name)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_fails_or_ends_at_once_keeps_nobody_waiting(engine, disk_folder):
+    with lt.aio_handle(engine=engine) as handle:
+        handle.sync_pwrite(pattern(10), disk_folder / "file")
+        begin = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(FileNotFoundError):
+                handle.sync_pread(pattern(10), disk_folder / "missing")
+            with pytest.raises(lt.ShortReadError):
+                handle.sync_pread(pattern(11), disk_folder / "file")
+            assert handle.sync_pread(torch.empty(0), disk_folder / "file") == 1
+        # A thread with nothing to do looks up every tenth of a second: 30 s, were it to wait for that.
+        assert time.monotonic() - begin < 15

@@ -247,7 +247,7 @@ bool Driver::submit_some(Lock& lock, bool is_inline) {
 }
 
 bool Driver::cut_next(Lock& lock, bool is_inline) {
-  while (!backlog_.empty()) {
+  if (!backlog_.empty()) {
     const std::shared_ptr<Transfer> transfer = backlog_.front();
     while (transfer->has_more() && transfer->parts[transfer->part_index].is_finished()) {
       ++transfer->part_index;
@@ -256,7 +256,7 @@ bool Driver::cut_next(Lock& lock, bool is_inline) {
       backlog_.pop_front();
       transfer->is_queued = false;
       end_if_last(lock, transfer);
-      continue;
+      return true;  // somebody may be waiting for just that
     }
     Part& part = transfer->parts[transfer->part_index];
     int32_t slot = -1;
