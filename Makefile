@@ -3,6 +3,7 @@
 # make lint   types, and the form of Python and C++
 # make dist   the sdist in dist/ and the wheel made from it, installed and tried in a clean environment
 # make docs   the pages and the API reference in build/docs, every link checked
+# make coverage   which lines of the concurrent floors no test runs
 #
 # Uses the active virtual environment, else makes .venv, which sees the torch of a python3 that has it.
 # TORCH says what pip installs where there is none: make demo TORCH=/a/folder/torch-2.13.0.whl
@@ -23,7 +24,7 @@ STAMPS := $(CURDIR)/build/stamps
 ENVIRONMENT := $(STAMPS)/$(subst /,_,$(PYTHON))# what is installed in one is not in another
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test setup native native-asan native-tsan native-bare lint dist docs clean
+.PHONY: demo test setup native native-asan native-tsan native-bare coverage lint dist docs clean
 
 demo: $(ENVIRONMENT)/built
 	$(PYTHON) -m locked_tensor demo
@@ -80,6 +81,16 @@ native: native-asan native-tsan native-bare
 
 native-asan native-tsan native-bare: native-%: $(STAMPS)/system
 	$(MAKE) --no-print-directory -C tests/cpp -j$(MAX_JOBS) $*
+
+# Which lines of csrc/memory, io and handle no test runs; the extension is built apart, with counters.
+COVERED := $(CURDIR)/build/coverage
+COVERED_TESTS := test_handle test_faults test_memory test_durability test_storms test_security
+coverage: setup
+	$(MAKE) --no-print-directory -C tests/cpp -j$(MAX_JOBS) coverage
+	CFLAGS=--coverage LDFLAGS=--coverage $(PYTHON) setup.py -q build_ext --build-temp $(COVERED)/objects --build-lib $(COVERED)/lib
+	cp -r locked_tensor/*.py locked_tensor/cli locked_tensor/swap locked_tensor/integrations $(COVERED)/lib/locked_tensor
+	cd $(COVERED)/lib && $(PYTHON) -m pytest -q $(COVERED_TESTS:%=$(CURDIR)/tests/%.py)
+	$(PYTHON) tests/cpp/line_coverage.py $(CURDIR) $(COVERED)/objects build/native/coverage
 
 lint: $(ENVIRONMENT)/lint-packages
 	$(PYTHON) -m mypy
