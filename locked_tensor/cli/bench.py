@@ -27,9 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "its files.",
     )
     groups = parser.add_subparsers(metavar="GROUP", required=True)
-    from locked_tensor.cli import bench_io, bench_memory
+    from locked_tensor.cli import bench_dcp, bench_deepspeed, bench_io, bench_memory
 
-    for group in (bench_memory, bench_io):
+    for group in (bench_memory, bench_io, bench_dcp, bench_deepspeed):
         group.add_parser(groups)
 
 
