@@ -119,6 +119,9 @@ def _configuration(settings: Settings) -> dict[str, Any]:
             "buffer_count": 6,
             "max_in_cpu": 0,
         }
+        # DeepSpeed 0.19.8's prefetch from NVMe fails on its own in a model this small, on either engine:
+        # "param already assigned swap buffer".
+        zero["stage3_prefetch_bucket_size"] = 0
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
