@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from locked_tensor.cli.zero_training import MARK, Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,13 +26,14 @@ from locked_tensor.integrations.deepspeed import async_io, gds, pin_memory
 """
 
 
-def run(arguments, **environment):
+def run(arguments, input=None, **environment):
     done = subprocess.run(
         [sys.executable, "-W", "ignore::FutureWarning", *map(str, arguments)],
         env=dict(os.environ, PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", **environment),
+        input=input,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -221,7 +225,7 @@ for is_double in (True, False):
 def test_ds_io_runs_on_this_engine(disk_folder, operation):
     arguments = ["--folder", disk_folder, "--io_size", "4M", "--loops", "2"] + ["--read"] * (operation == "read")
     said = run(
-        ["-m", "locked_tensor.integrations.deepspeed", "ds_io", *arguments],
+        ["-m", "locked_tensor.integrations.deepspeed.ds_io", *arguments],
         TORCH_EXTENSIONS_DIR=str(disk_folder / "nothing_is_compiled"),
     )
     assert f"Task {operation.capitalize()} Speed" in said
@@ -233,10 +237,14 @@ def test_ds_io_runs_on_this_engine(disk_folder, operation):
 # --- ZeRO stage 3 with both engines ---------------------------------------------------------------
 
 
-def train(folder, is_ours, buffer_count, is_pipelined, has_swapped_params):
-    chosen = dict(folder=str(folder), is_ours=is_ours, width=1024, layers=3, steps=4, buffer_count=buffer_count,
-                  is_pipelined=is_pipelined, has_swapped_params=has_swapped_params)
-    return json.loads(run([Path(__file__).parent / "deepspeed_training.py", json.dumps(chosen)]).splitlines()[-1])
+def train(folder, is_ours, buffer_count, is_pipelined, has_swapped_params, steps=4):
+    folder.mkdir()
+    settings = Settings(str(folder), is_ours, 1024, 3, buffer_count, is_pipelined, has_swapped_params)
+    said = run(["-m", "locked_tensor.cli.zero_training", json.dumps(asdict(settings))], input="\n" * steps)
+    answers = [json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)]
+    assert len(answers) == steps + 1
+    files = sum(len(names) for _, _, names in os.walk(folder))
+    return [answer["loss"] for answer in answers[:-1]], answers[-1]["stats"], files
 
 
 @pytest.mark.slow
@@ -246,13 +254,12 @@ def train(folder, is_ours, buffer_count, is_pipelined, has_swapped_params):
     ids=["optimizer", "optimizer, pipelined", "optimizer and parameters"],
 )
 def test_zero_3_has_equal_losses_on_both_engines(disk_folder, buffer_count, is_pipelined, has_swapped_params):
-    (disk_folder / "ours").mkdir()
-    (disk_folder / "theirs").mkdir()
-    ours = train(disk_folder / "ours", True, buffer_count, is_pipelined, has_swapped_params)
-    theirs = train(disk_folder / "theirs", False, buffer_count, is_pipelined, has_swapped_params)
-    assert ours["losses"] == theirs["losses"]
-    assert ours["losses"][-1] < ours["losses"][0]
-    assert ours["files"] == theirs["files"] >= 9
-    assert theirs["stats"] == []
-    assert sum(each["bytes_direct"] for each in ours["stats"]) > 100 << 20
-    assert sum(each["bytes_bounced"] + each["bytes_buffered"] for each in ours["stats"]) == 0
+    kind = (buffer_count, is_pipelined, has_swapped_params)
+    losses, stats, files = train(disk_folder / "ours", True, *kind)
+    their_losses, no_stats, their_files = train(disk_folder / "theirs", False, *kind)
+    assert losses == their_losses
+    assert losses[-1] < losses[0]
+    assert files == their_files >= 9
+    assert no_stats == []
+    assert sum(each["bytes_direct"] for each in stats) > 100 << 20
+    assert sum(each["bytes_bounced"] + each["bytes_buffered"] for each in stats) == 0

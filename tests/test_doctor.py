@@ -22,6 +22,7 @@ GOOD_MACHINE = MachineFacts(
     huge_pages="madvise",
     hugetlb_pages="0",
     numa_nodes="0-1",
+    cufile_refusal="",
 )
 GOOD_FOLDER = FolderFacts(
     folder="/nvme",
@@ -54,6 +55,7 @@ def test_doctor_text_where_all_is_well():
    transparent huge pages  madvise
    hugetlb pool            0 pages
    NUMA nodes              0-1
+   GPUDirect Storage       works: gds_handle moves GPU tensors by cuFile
    file system             xfs at /nvme
    device                  /dev/nvme0n1p1: NVMe disk, blocks of 512 bytes
    free space              3072.0 GiB
@@ -91,7 +93,8 @@ def test_doctor_text_in_a_container():
    transparent huge pages  never: locking takes longer and I/O more CPU
                            -> echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled
    hugetlb pool            0 pages
-   NUMA nodes              0-1""",
+   NUMA nodes              0-1
+   GPUDirect Storage       works: gds_handle moves GPU tensors by cuFile""",
     )
 
 

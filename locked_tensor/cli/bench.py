@@ -21,6 +21,8 @@ GROUPS = (
     "locked_tensor.cli.bench_tune",
     "locked_tensor.cli.bench_swap",
     "locked_tensor.cli.bench_checkpoint",
+    "locked_tensor.cli.bench_dcp",
+    "locked_tensor.cli.bench_deepspeed",
     "locked_tensor.cli.bench_soak",
 )
 

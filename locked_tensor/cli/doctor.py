@@ -75,7 +75,15 @@ def judge_machine(facts: examine.MachineFacts) -> list[Finding]:
     findings.append(_judge_huge_pages(facts.huge_pages))
     findings.append(Finding("hugetlb pool", f"{facts.hugetlb_pages} pages"))
     findings.append(Finding("NUMA nodes", facts.numa_nodes))
+    findings.append(_judge_cufile(facts.cufile_refusal))
     return findings
+
+
+def _judge_cufile(refusal: str) -> Finding:
+    if not refusal:
+        return Finding("GPUDirect Storage", "works: gds_handle moves GPU tensors by cuFile")
+    what, _, cure = refusal.partition("; ")
+    return Finding("GPUDirect Storage", f"not usable: {what}; GPU tensors are staged", False, cure)
 
 
 def _judge_limit(facts: examine.MachineFacts) -> Finding:

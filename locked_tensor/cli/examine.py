@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 
 import locked_tensor as lt
+from locked_tensor.integrations import cufile
 
 PROBE_BYTES = 1 << 20
 CAP_IPC_LOCK = 14  # its bit in CapEff, capabilities(7)
@@ -31,6 +32,7 @@ class MachineFacts:
     huge_pages: str  #: transparent_hugepage/enabled: "always", "madvise", "never" or "unknown"
     hugetlb_pages: str
     numa_nodes: str
+    cufile_refusal: str  #: why cuFile (GPUDirect Storage) is not usable, and the remedy; empty where it is
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def examine_machine() -> MachineFacts:
         huge_pages=_chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         hugetlb_pages=_read("/proc/sys/vm/nr_hugepages"),
         numa_nodes=_read("/sys/devices/system/node/online"),
+        cufile_refusal=cufile.why_unusable(),
     )
 
 
