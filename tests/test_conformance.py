@@ -32,7 +32,11 @@ ROUGH = ("pinverse", "norm", "linalg", "svd")
 
 
 def locked(value):
-    return tree_map_only(torch.Tensor, lambda t: lt.lock(t.detach()), value)
+    def copy(tensor):
+        plain = tensor.detach()
+        return lt.lock(plain) if plain.layout is torch.strided else plain
+
+    return tree_map_only(torch.Tensor, copy, value)
 
 
 def cases():
