@@ -22,7 +22,7 @@ from locked_tensor.safetensors_format import (
     encode_header,
 )
 from locked_tensor.scratch import AT_ONCE_BYTES, ScratchRing
-from locked_tensor.tensor import LockedTensor, as_plain
+from locked_tensor.tensor import LockedTensor, as_bytes, as_plain
 from locked_tensor.tickets import Tickets, handle_or_own, named_errors
 
 
@@ -155,8 +155,7 @@ def _write_together(
     buffer = ring.take()[skip : skip + group[-1].end - begin]
     memory = as_plain(buffer)
     for entry in group:
-        source = as_plain(tensors[entry.name]).resolve_conj().resolve_neg()
-        memory[entry.begin - begin : entry.end - begin].copy_(source.reshape(-1).view(torch.uint8))
+        memory[entry.begin - begin : entry.end - begin].copy_(as_bytes(tensors[entry.name]))
     ticket = handle.submit_pwrite(buffer, fd, file_offset)
     names = [repr(entry.name) for entry in group]
     ring.on_reuse(lambda: tickets.settle(ticket, names))

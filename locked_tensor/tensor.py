@@ -137,6 +137,13 @@ def tag(tensor: torch.Tensor) -> torch.Tensor:
     return _C.tag(tensor)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as one-dimensional uint8: the same memory where they lie so, else a copy."""
+    plain = as_plain(tensor.detach()).resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): that of a single element may keep any stride, which view(torch.uint8) refuses.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 _C.set_up_dispatch(LockedTensor, _call_in_python, tag_results)
 
 

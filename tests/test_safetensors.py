@@ -200,3 +200,11 @@ def test_a_missing_file_and_a_closed_one(disk_folder):
         assert file.entries["a"].shape == (3,)
     with pytest.raises(ValueError, match="closed"):
         file.read()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
+def test_a_single_element_with_a_stride_is_saved(disk_folder, dtype):
+    one = torch.full((1, 3), 3, dtype=dtype)[:, 1]
+    lt.save({"one": one, "scalar": one[0]}, disk_folder / "file")
+    loaded = lt.load(disk_folder / "file")
+    assert torch.equal(loaded["one"], one) and torch.equal(loaded["scalar"], one[0])

@@ -224,6 +224,12 @@ def test_tensors_go_out_and_come_back(swapper):
         assert swapper.swap_in(name, out=out) is out and torch.equal(out, tensor)
 
 
+def test_a_single_element_with_a_stride_goes_out_and_comes_back(swapper):
+    one = torch.full((1, 3), 3, dtype=torch.bfloat16)[:, 1]
+    swapper.swap_out("one", one)
+    assert torch.equal(swapper.swap_in("one"), torch.full((1,), 3, dtype=torch.bfloat16))
+
+
 def test_a_pooled_tensor_is_its_callers_at_once_and_a_locked_one_moves_without_a_copy(handle, disk_folder):
     with TensorSwapper(handle, disk_folder, SwapBufferPool(handle, 3, 1 << 20)) as swapper:
         tensor = torch.ones(1000)

@@ -13,6 +13,7 @@ from locked_tensor.handle import AioHandle, IoTicket, aio_handle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.pool import Lease, SwapBufferPool
 from locked_tensor.swap.store import Extent, SwapStore, page_aligned
+from locked_tensor.tensor import as_bytes
 
 
 class SwapStats(NamedTuple):
@@ -174,7 +175,7 @@ class Spiller:
 
     def spill(self, extent: Extent, tensor: torch.Tensor) -> list[Pending]:
         """Copies the tensor's elements in logical order and starts to write them; the writes."""
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        flat = as_bytes(tensor)
         started = []
         for begin in range(0, flat.numel(), self._pool.buffer_bytes):
             part = flat[begin : begin + self._pool.buffer_bytes]
