@@ -33,7 +33,7 @@ def elements(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Ten
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = lt.as_plain(tensor.detach()).resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0)
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) if plain.numel() else torch.empty(0)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
