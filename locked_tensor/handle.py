@@ -169,14 +169,14 @@ class AioHandle(_C.AioHandleBase):
             with _events_lock:
                 events, self._completion_events = self._completion_events, None
             if events is not None:
-                events.close()
+                events.wake()  # every ticket has ended
 
     _completion_events: Optional[CompletionEvents] = None
 
     def _events(self) -> CompletionEvents:
         with _events_lock:
             if self._completion_events is None:
-                events = CompletionEvents(self._poll)
+                events = CompletionEvents(self)
                 self._notify(events.fd)
                 self._completion_events = events
             return self._completion_events

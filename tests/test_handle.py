@@ -769,3 +769,51 @@ def test_messages_of_refused_files_are_sentences(disk_folder, tmpfs_folder):
     with pytest.raises(ValueError, match="closed"):
         with handle:
             pass
+
+
+class WithoutInit(lt.AioHandle):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lt.AioHandle.__new__(lt.AioHandle),
+        lambda: WithoutInit.__new__(WithoutInit),
+        lambda: WithoutInit(),
+    ],
+    ids=["__new__", "subclass", "subclass without __init__"],
+)
+def test_a_handle_that_was_never_initialized_is_a_type_error(make, disk_folder):
+    tensor = torch.zeros(4)
+    for use in (
+        lambda handle: handle.closed,
+        lambda handle: handle.engine,
+        repr,
+        lambda handle: handle.get_block_size(),
+        lambda handle: handle.sync_pread(tensor, disk_folder / "file"),
+        lambda handle: handle.submit_pwrite(tensor, disk_folder / "file"),
+        lambda handle: handle.submit_batch([]),
+        lambda handle: handle.preadv([tensor], disk_folder / "file"),
+        lambda handle: handle.wait(),
+        lambda handle: handle.stats(),
+        lambda handle: handle.close(),
+        lambda handle: handle.__enter__(),
+    ):
+        with pytest.raises(TypeError, match="__init__"):
+            use(make())
+    assert not (disk_folder / "file").exists()
+
+
+def test_other_compiled_objects_that_were_never_initialized_are_type_errors():
+    from locked_tensor import _C
+
+    ticket = _C.IoTicketBase.__new__(_C.IoTicketBase)
+    for use in (ticket.wait, ticket.done, ticket.exception, lambda: ticket.bytes):
+        with pytest.raises(TypeError, match="__init__"):
+            use()
+    with pytest.raises(TypeError, match="__init__"):
+        _C.leave_locked_mode(_C.SavedMode.__new__(_C.SavedMode))
+    with pytest.raises(TypeError):
+        _C.leave_locked_mode(None)

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/initialized.h"
 #include "bindings/io_arguments.h"
 #include "bindings/io_docs.h"
 #include "handle/aio_handle.h"
@@ -103,6 +104,21 @@ class IoTicket {
   std::shared_ptr<AioHandle> handle_;
   std::shared_ptr<Transfer> transfer_;
 };
+
+}  // namespace
+
+}  // namespace locked_tensor
+
+template <>
+class pybind11::detail::type_caster<locked_tensor::PyHandle>
+    : public locked_tensor::InitializedCaster<locked_tensor::PyHandle> {};
+template <>
+class pybind11::detail::type_caster<locked_tensor::IoTicket>
+    : public locked_tensor::InitializedCaster<locked_tensor::IoTicket> {};
+
+namespace locked_tensor {
+
+namespace {
 
 int64_t start_async(PyHandle& self, TransferSpec spec) {
   self.without_gil([&](AioHandle& handle) { handle.start(std::move(spec), Report::kWait); });

@@ -10,6 +10,7 @@
 #include "allocator/storage_hold.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/initialized.h"
 #include "dispatch/locked_dispatch.h"
 #include "memory/in_place_lock.h"
 #include "memory/range_registry.h"
@@ -38,6 +39,18 @@ HugePages huge_pages_of(const std::string& name) {
 struct SavedMode {
   AllocationMode mode;
 };
+
+}  // namespace
+
+}  // namespace locked_tensor
+
+template <>
+class pybind11::detail::type_caster<locked_tensor::SavedMode>
+    : public locked_tensor::InitializedCaster<locked_tensor::SavedMode> {};
+
+namespace locked_tensor {
+
+namespace {
 
 SavedMode enter_locked_mode(const std::string& huge_pages, std::optional<int> numa_node,
                             bool falls_back) {

@@ -1,5 +1,6 @@
 #include "handle/driver.h"
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -85,12 +86,20 @@ DriverStats Driver::stats() {
 }
 
 void Driver::notify(int event_fd) {
-  const int result = engine_->notify(event_fd);
+  UniqueFd own;
+  if (event_fd >= 0) {
+    own.reset(::fcntl(event_fd, F_DUPFD_CLOEXEC, 0));
+    if (!own.is_open()) {
+      throw_errno("duplicate an eventfd");
+    }
+  }
+  const int result = engine_->notify(own.get());
   if (result != 0) {
     throw KernelError(-result, std::string("eventfd of the engine ") + engine_->name());
   }
   Lock lock(mutex_);
-  event_fd_ = event_fd;
+  event_fd_ = own.get();
+  event_fds_.push_back(std::move(own));
   announce();
 }
 
