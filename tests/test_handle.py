@@ -817,3 +817,26 @@ def test_other_compiled_objects_that_were_never_initialized_are_type_errors():
         _C.leave_locked_mode(_C.SavedMode.__new__(_C.SavedMode))
     with pytest.raises(TypeError):
         _C.leave_locked_mode(None)
+
+
+def test_help_tells_what_each_method_returns():
+    returns = {
+        "read": "Returns 0",
+        "write": "Returns 0",
+        "pread": "Returns 0 when asynchronous, else the count of completed operations, 1",
+        "pwrite": "Returns 0 when asynchronous, else the count of completed operations, 1",
+        "sync_pread": "returns 1",
+        "sync_pwrite": "returns 1",
+        "async_pread": "returns 0",
+        "async_pwrite": "returns 0",
+        "preadv": "Returns the bytes moved",
+        "pwritev": "Returns the bytes moved",
+        "wait": "returns how many operations have ended",
+        "fsync": "Returns None",
+    }
+    for name, sentence in returns.items():
+        assert sentence in getattr(lt.AioHandle, name).__doc__, name
+    for name in ("async_pread", "async_pwrite"):
+        assert "fd= is another way to give the descriptor" in getattr(lt.AioHandle, name).__doc__
+    for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"):
+        assert len(getattr(lt.AioHandle, f"get_{name}").__doc__.splitlines()[-1]) > 10

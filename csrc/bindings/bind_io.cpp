@@ -281,14 +281,17 @@ void bind_handle(py::module_& module) {
              py::arg("staging_bytes") = defaults.staging_bytes,
              py::arg("vector_run_bytes") = defaults.vector_run_bytes,
              py::arg("max_pending") = defaults.max_pending_transfers);
-  const auto option = [&](const char* name, auto member) {
-    handle.def(name, [member](PyHandle& self) { return self.get().options().*member; });
+  const auto option = [&](const char* name, auto member, const char* doc) {
+    handle.def(name, [member](PyHandle& self) { return self.get().options().*member; }, doc);
   };
-  option("get_block_size", &HandleOptions::block_size_bytes);
-  option("get_queue_depth", &HandleOptions::queue_depth);
-  option("get_single_submit", &HandleOptions::single_submit);
-  option("get_overlap_events", &HandleOptions::overlap_events);
-  option("get_intra_op_parallelism", &HandleOptions::intra_op_parallelism);
+  option("get_block_size", &HandleOptions::block_size_bytes, "Bytes of one request.");
+  option("get_queue_depth", &HandleOptions::queue_depth, "Requests in flight at once.");
+  option("get_single_submit", &HandleOptions::single_submit,
+         "Is each request a system call of its own?");
+  option("get_overlap_events", &HandleOptions::overlap_events,
+         "What was asked for; submitting and reaping always overlap.");
+  option("get_intra_op_parallelism", &HandleOptions::intra_op_parallelism,
+         "Threads that share one large transfer.");
   handle.def_property_readonly("engine", [](PyHandle& self) { return self.get().engine_name(); });
   handle.def_property_readonly("closed", [](PyHandle& self) { return self.get().is_closed(); });
   bind_operation<Operation::kRead>(handle, "read");

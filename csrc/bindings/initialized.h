@@ -1,4 +1,5 @@
-// InitializedCaster: Python objects as C++ sees them, refused where nothing was constructed in them.
+// InitializedCaster: Python objects as C++ sees them, refused where nothing was constructed in
+// them.
 #pragma once
 
 #include <pybind11/pybind11.h>

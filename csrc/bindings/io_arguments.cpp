@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "allocator/storage_hold.h"
+#include "handle/overlap.h"
 
 namespace locked_tensor {
 
@@ -30,6 +31,38 @@ class TensorKeepAlive : public KeepAlive {
   std::vector<StorageHold> holds_;
   std::deque<at::Tensor> tensors_;
   bool needs_python_ = false;
+};
+
+class StorageWatch : public Watch {
+ public:
+  // Remembers where the storage's bytes, which must be held, are now.
+  void add(const c10::Storage& storage) {
+    places_.push_back(
+        Place{storage.getWeakStorageImpl(), memory_of(*storage.unsafeGetStorageImpl())});
+  }
+  // A storage that is gone, or was emptied on purpose, shows nobody other memory.
+  bool has_moved() const override {
+    return std::any_of(places_.begin(), places_.end(), [](const Place& place) {
+      if (place.storage.expired()) {
+        return false;
+      }
+      // Not locked: the last reference is to be dropped with the GIL, never here.
+      const void* now = memory_of(*place.storage._unsafe_get_target());
+      return now != nullptr && now != place.memory;
+    });
+  }
+
+ private:
+  struct Place {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    const void* memory;
+  };
+
+  static const void* memory_of(c10::StorageImpl& storage) {
+    return storage._mutable_data_ptr_no_checks().get();
+  }
+
+  std::vector<Place> places_;
 };
 
 std::string describe(const at::Tensor& tensor) {
@@ -157,6 +190,8 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
   spec.file = file_of(file);
   spec.file_offset_bytes = file_offset;
   auto keep_alive = std::make_unique<TensorKeepAlive>();
+  auto watch = operation == Operation::kRead ? std::make_unique<StorageWatch>() : nullptr;
+  std::vector<Layout> on_device;
   for (const at::Tensor& given : buffers) {
     check_buffer(operation, given);
     at::Tensor buffer = given;
@@ -167,18 +202,33 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
     if (buffer.device().is_cuda()) {
       if (buffer.nbytes() > 0) {
         spec.memory.push_back(device_layout(operation, buffer, *keep_alive));
+        on_device.emplace_back(static_cast<std::byte*>(buffer.data_ptr()), buffer.nbytes());
       }
       continue;
     }
+    bool is_foreign = false;
     if (buffer.nbytes() > 0) {
-      keep_alive->add(hold_storage(buffer.storage()));
+      StorageHold hold = hold_storage(buffer.storage());
+      is_foreign = hold.is_foreign();
+      keep_alive->add(std::move(hold));
+      if (operation == Operation::kRead) {
+        watch->add(buffer.storage());
+      }
     }
-    spec.memory.push_back(layout_of(operation, buffer));
+    Layout& layout = spec.memory.emplace_back(layout_of(operation, buffer));
+    if (is_foreign) {
+      layout.set_doubtful();
+    }
     if (operation == Operation::kRead && !buffer.is_inference()) {
       buffer.unsafeGetTensorImpl()->bump_version();  // as every in-place operator does
     }
   }
+  if (operation == Operation::kRead && (share_bytes(spec.memory) || share_bytes(on_device))) {
+    throw py::value_error(
+        "cannot read into a list of tensors that share memory: the last to arrive would win");
+  }
   spec.keep_alive = std::move(keep_alive);
+  spec.watch = std::move(watch);
   return spec;
 }
 

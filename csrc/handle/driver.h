@@ -149,7 +149,7 @@ class Driver {
   bool is_reaping_ = false;
   bool is_stopping_ = false;
   int event_fd_ = -1;
-  int64_t quiet_ = 0;  // quiet pieces in the engine; behind for a moment, as in_engine_ is
+  int64_t quiet_ = 0;      // quiet pieces in the engine; behind for a moment, as in_engine_ is
   uint32_t refusals_ = 0;  // in a row, by the engine: each makes the next submit wait a bit longer
   DriverStats stats_;
   std::vector<std::thread> workers_;
