@@ -174,7 +174,7 @@ class AioHandle(_C.AioHandleBase):
                 durable=False), or what `submit_pread` and `submit_pwrite` raise at once; none of them
                 is started then.
         """
-        return [IoTicket(ticket, self) for ticket in self._submit_batch(requests)]
+        return [IoTicket(ticket, self) for ticket in self._submit_batch(iter(requests))]
 
     def close(self) -> None:
         """Finishes what is in flight and releases everything. Idempotent.

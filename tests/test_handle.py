@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import random
+import re
 import stat
 import threading
 
@@ -735,12 +736,45 @@ def test_what_has_no_strided_memory_is_a_type_error_at_once(disk_folder, what):
         for use in (handle.sync_pread, handle.sync_pwrite, handle.async_pwrite, handle.submit_pread):
             with pytest.raises(TypeError):
                 use(buffer, path)
-        for request in (("read", buffer, path), 1, "read"):
-            with pytest.raises((TypeError, ValueError)) as refused:
-                handle.submit_batch([request])
-            assert "cast" not in str(refused.value)
+        with pytest.raises(TypeError):
+            handle.submit_batch([("read", buffer, path)])
         assert handle.wait() == 0
     assert path.read_bytes() == bytes(64)
+
+
+def test_requests_that_are_none_say_what_is_wanted(disk_folder):
+    path = disk_folder / "file"
+    tensor = torch.zeros(4)
+    wrong = {
+        "a request is an IoRequest, got 1": 1,
+        "a request's buffer is a tensor, got None": lt.IoRequest("read", None, path),
+        'a request\'s operation is "read" or "write", got 1': (1, tensor, path),
+        "a request's file_offset is an int, got 'x'": ("read", tensor, path, "x"),
+        "a request's durable is a bool, got 'x'": ("write", tensor, path, 0, "x"),
+        "expected str, bytes or os.PathLike object, not NoneType": ("read", tensor, None),
+    }
+    with lt.aio_handle() as handle:
+        for message, request in wrong.items():
+            with pytest.raises(TypeError, match=re.escape(message)):
+                handle.submit_batch([lt.IoRequest("write", tensor, path), request])
+        with pytest.raises(TypeError, match="not iterable"):
+            handle.submit_batch(None)
+        with pytest.raises(ValueError, match='"read" or "write"'):
+            handle.submit_batch(["read"])
+        assert handle.wait() == 0
+    assert not path.exists()
+
+
+def test_an_empty_path_is_a_missing_file_with_its_name():
+    tensor = torch.zeros(4)
+    with lt.aio_handle() as handle:
+        for use in (handle.sync_pread, handle.sync_pwrite, handle.async_pread, handle.submit_pwrite):
+            with pytest.raises(FileNotFoundError) as missing:
+                use(tensor, "")
+            assert missing.value.filename == ""
+        with pytest.raises(FileNotFoundError):
+            handle.fsync("")
+        assert handle.wait() == 0
 
 
 def test_reading_into_elements_that_share_memory_is_refused(disk_folder):

@@ -1,6 +1,7 @@
 #include "bindings/io_arguments.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <deque>
 #include <limits>
 #include <utility>
@@ -159,6 +160,17 @@ Layout device_layout(Operation operation, const at::Tensor& buffer, TensorKeepAl
                 });
 }
 
+template <typename T>
+T field_of(const py::sequence& request, size_t index, const char* wanted) {
+  const py::object field = request[index];
+  try {
+    return py::cast<T>(field);
+  } catch (const py::cast_error&) {
+    throw py::type_error(std::string("a request's ") + wanted + ", got " +
+                         std::string(py::repr(field)));
+  }
+}
+
 }  // namespace
 
 FileName file_of(const py::object& file) {
@@ -177,8 +189,14 @@ FileName file_of(const py::object& file) {
   if (PyUnicode_FSConverter(file.ptr(), &bytes) == 0) {
     throw py::error_already_set();
   }
-  const auto own = py::reinterpret_steal<py::bytes>(bytes);
-  return std::string(own);
+  std::string path(py::reinterpret_steal<py::bytes>(bytes));
+  if (path.empty()) {
+    // As open(2), but with the name, which a KernelError without a path has not.
+    errno = ENOENT;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, "");
+    throw py::error_already_set();
+  }
+  return path;
 }
 
 TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
@@ -242,7 +260,7 @@ TransferSpec spec_of_request(py::handle request) {
         "a request is (\"read\" | \"write\", buffer, file, file_offset=0, durable=False), got " +
         std::to_string(fields.size()) + " fields");
   }
-  const auto operation = py::cast<std::string>(fields[0]);
+  const auto operation = field_of<std::string>(fields, 0, "operation is \"read\" or \"write\"");
   if (operation != "read" && operation != "write") {
     throw py::value_error("a request's operation is \"read\" or \"write\", got \"" + operation +
                           "\"");
@@ -250,13 +268,14 @@ TransferSpec spec_of_request(py::handle request) {
   if (!THPVariable_Check(py::object(fields[1]).ptr())) {
     throw py::type_error("a request's buffer is a tensor, got " + std::string(py::repr(fields[1])));
   }
-  const bool is_durable = fields.size() == 5 && py::cast<bool>(fields[4]);
+  const bool is_durable = fields.size() == 5 && field_of<bool>(fields, 4, "durable is a bool");
   if (is_durable && operation == "read") {
     throw py::value_error("a request to read cannot be durable");
   }
   return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
                  {py::cast<at::Tensor>(fields[1])}, fields[2],
-                 fields.size() >= 4 ? py::cast<int64_t>(fields[3]) : 0, is_durable);
+                 fields.size() >= 4 ? field_of<int64_t>(fields, 3, "file_offset is an int") : 0,
+                 is_durable);
 }
 
 int64_t nanoseconds_of(double seconds) {
