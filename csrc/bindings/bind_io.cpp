@@ -282,7 +282,8 @@ void bind_handle(py::module_& module) {
              py::arg("vector_run_bytes") = defaults.vector_run_bytes,
              py::arg("max_pending") = defaults.max_pending_transfers);
   const auto option = [&](const char* name, auto member, const char* doc) {
-    handle.def(name, [member](PyHandle& self) { return self.get().options().*member; }, doc);
+    handle.def(
+        name, [member](PyHandle& self) { return self.get().options().*member; }, doc);
   };
   option("get_block_size", &HandleOptions::block_size_bytes, "Bytes of one request.");
   option("get_queue_depth", &HandleOptions::queue_depth, "Requests in flight at once.");
