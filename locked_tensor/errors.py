@@ -26,7 +26,12 @@ class LockLimitError(MemoryError):
 
 
 class ShortReadError(EOFError):
-    """The file ended before the buffer was full."""
+    """The file ended before the buffer was full.
+
+    An `EOFError`, as of Python's own readers, and no `OSError`: `except OSError` does not catch it. What
+    the buffer holds then is unspecified, in locked and in ordinary memory; to have the bytes there are,
+    read again with a buffer of `found` bytes.
+    """
 
     def __init__(self, message: str, wanted: int, found: int, filename: str) -> None:
         super().__init__(message)

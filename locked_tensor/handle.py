@@ -62,10 +62,22 @@ class AioHandle(_C.AioHandleBase):
         OSError: the kernel refused; `errno` and `filename` say what. Asynchronous operations raise
             at `wait`.
         ShortReadError: the file ended before the buffer was full; what the buffer holds then is
-            unspecified.
+            unspecified. It is an `EOFError`, no `OSError`.
+        RuntimeError: the storage that a read was to fill was resized or moved meanwhile (`resize_` to
+            more, `share_memory_`), so the tensor does not have the bytes; or the handle is the parent
+            process's.
 
-    Leaving a `with` block closes the handle: what an operation failed with is raised there, with an
-    exception of the block itself as its `__context__`.
+    While an operation is pending its bytes stay valid, whatever becomes of the tensor: it may be
+    deleted, `set_`, given other `.data` or an empty storage. A write takes what the memory holds; a
+    read fills the memory that the tensor had when it was started.
+
+    Memory that cannot be touched (a map without permission, or of a file that was cut) is an OSError
+    with errno EFAULT, as the kernel says it. What is not locked is copied by this process: a file
+    that another cuts in just that moment is still a SIGBUS, as for any copy of torch.
+
+    Leaving a `with` block closes the handle: what an operation failed with is raised there. When the
+    block itself raises too, the operation's exception is the one that arrives, with the block's as
+    its `__context__`; call `wait()` inside the block to have the first by itself.
     """
 
     def __init__(self, *settings: Any, **options: Any) -> None:
@@ -136,7 +148,11 @@ class AioHandle(_C.AioHandleBase):
         return is_pinned(tensor)
 
     def submit_pread(self, buffer: torch.Tensor, file: File, file_offset: int = 0) -> IoTicket:
-        """Starts a read; the ticket is waited for, asked or awaited by itself."""
+        """Starts a read; the ticket is waited for, asked or awaited by itself.
+
+        Args:
+            file: a path or an open descriptor, in the same place.
+        """
         return IoTicket(self._submit_pread(buffer, file, file_offset), self)
 
     def submit_pwrite(
@@ -145,6 +161,7 @@ class AioHandle(_C.AioHandleBase):
         """Starts a write; the ticket is waited for, asked or awaited by itself.
 
         Args:
+            file: a path or an open descriptor, in the same place.
             durable: it ends when data, size and name are on the device; see `sync_pwrite`.
         """
         return IoTicket(self._submit_pwrite(buffer, file, file_offset, durable=durable), self)
@@ -153,9 +170,11 @@ class AioHandle(_C.AioHandleBase):
         """Starts many operations together; a ticket for each, in order.
 
         Raises:
-            ValueError: a request is not ("read" | "write", buffer, file, file_offset=0, durable=False).
+            TypeError, ValueError: a request is not ("read" | "write", buffer, file, file_offset=0,
+                durable=False), or what `submit_pread` and `submit_pwrite` raise at once; none of them
+                is started then.
         """
-        return [IoTicket(ticket, self) for ticket in self._submit_batch(requests)]
+        return [IoTicket(ticket, self) for ticket in self._submit_batch(iter(requests))]
 
     def close(self) -> None:
         """Finishes what is in flight and releases everything. Idempotent.
@@ -169,14 +188,14 @@ class AioHandle(_C.AioHandleBase):
             with _events_lock:
                 events, self._completion_events = self._completion_events, None
             if events is not None:
-                events.close()
+                events.wake()  # every ticket has ended
 
     _completion_events: Optional[CompletionEvents] = None
 
     def _events(self) -> CompletionEvents:
         with _events_lock:
             if self._completion_events is None:
-                events = CompletionEvents(self._poll)
+                events = CompletionEvents(self)
                 self._notify(events.fd)
                 self._completion_events = events
             return self._completion_events
@@ -215,7 +234,8 @@ class IoTicket:
 
         Raises:
             TimeoutError: it has not ended yet. It goes on, and can be waited for again.
-            OSError, ShortReadError: the operation failed; `AioHandle.wait` does not raise it again.
+            OSError, ShortReadError, RuntimeError: the operation failed (see `AioHandle`); `AioHandle.wait`
+                does not raise it again.
         """
         return self._ticket.wait(timeout)
 
@@ -253,8 +273,11 @@ def aio_handle(
         overlap_events: accepted for DeepSpeed's sake; submitting and reaping always overlap.
         intra_op_parallelism: threads that share one large transfer.
         engine: "auto" (the best usable), "io_uring", "libaio" or "threads"; see `engines`.
-        direct: "auto" (O_DIRECT where the file system grants it), "require" (OSError where it
-            does not) or "never" (through the page cache).
+        direct: "auto" (O_DIRECT where the file system grants it; parts of sectors at the ends of a
+            range go through the page cache), "require" (no byte goes through the page cache: OSError
+            where the file system does not grant it, ValueError at once for offsets and sizes that are
+            no multiples of its sectors, of which the message tells the size) or "never" (through the
+            page cache).
         staging_bytes: locked memory at most for what cannot move directly.
         vector_run_bytes: strided tensors whose contiguous runs are at least this long, and aligned,
             move directly in vectored requests; shorter runs are staged.

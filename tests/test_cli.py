@@ -66,6 +66,13 @@ def test_demo_with_a_missing_input_says_so(disk_folder, capsys):
     assert os.listdir(disk_folder) == []
 
 
+def test_demo_of_what_is_no_regular_file_says_so(disk_folder, capsys):
+    for source in ("/dev/zero", str(disk_folder)):
+        assert main(["demo", "--input", source, "--folder", str(disk_folder)]) == 2
+        assert f"{source} is not a regular file" in " ".join(capsys.readouterr().err.split())
+    assert os.listdir(disk_folder) == []
+
+
 def test_demo_in_a_folder_that_is_not_there_says_so(disk_folder, capsys):
     assert main(["demo", "--folder", str(disk_folder / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_doctor_text_where_all_is_well():
    locked memory           RLIMIT_MEMLOCK unlimited (hard limit unlimited), 0 KiB locked
    transparent huge pages  madvise
    hugetlb pool            0 pages
-   NUMA nodes              0-1
+   NUMA nodes              2 (nodes 0-1)
    GPUDirect Storage       works: gds_handle moves GPU tensors by cuFile
    file system             xfs at /nvme
    device                  /dev/nvme0n1p1: NVMe disk, blocks of 512 bytes
@@ -93,7 +93,7 @@ def test_doctor_text_in_a_container():
    transparent huge pages  never: locking takes longer and I/O more CPU
                            -> echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled
    hugetlb pool            0 pages
-   NUMA nodes              0-1
+   NUMA nodes              2 (nodes 0-1)
    GPUDirect Storage       works: gds_handle moves GPU tensors by cuFile""",
     )
 
@@ -182,3 +182,17 @@ def test_doctor_json_is_for_programs_even_where_colours_are_forced(capsys, monke
     assert main(["doctor", "--json"]) in (0, 1)
     text = capsys.readouterr().out
     assert "kernel" in {finding["subject"] for finding in json.loads(text)}
+
+
+@pytest.mark.parametrize(
+    "listed, shown",
+    [
+        ("0", "1 (node 0)"),
+        ("0-3", "4 (nodes 0-3)"),
+        ("0-1,4", "3 (nodes 0-1,4)"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_doctor_tells_how_many_numa_nodes_there_are_and_which(listed, shown):
+    findings = judge_machine(dataclasses.replace(GOOD_MACHINE, numa_nodes=listed))
+    assert [finding.found for finding in findings if finding.subject == "NUMA nodes"] == [shown]

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import random
+import re
 import stat
 import threading
 
@@ -735,12 +736,45 @@ def test_what_has_no_strided_memory_is_a_type_error_at_once(disk_folder, what):
         for use in (handle.sync_pread, handle.sync_pwrite, handle.async_pwrite, handle.submit_pread):
             with pytest.raises(TypeError):
                 use(buffer, path)
-        for request in (("read", buffer, path), 1, "read"):
-            with pytest.raises((TypeError, ValueError)) as refused:
-                handle.submit_batch([request])
-            assert "cast" not in str(refused.value)
+        with pytest.raises(TypeError):
+            handle.submit_batch([("read", buffer, path)])
         assert handle.wait() == 0
     assert path.read_bytes() == bytes(64)
+
+
+def test_requests_that_are_none_say_what_is_wanted(disk_folder):
+    path = disk_folder / "file"
+    tensor = torch.zeros(4)
+    wrong = {
+        "a request is an IoRequest, got 1": 1,
+        "a request's buffer is a tensor, got None": lt.IoRequest("read", None, path),
+        'a request\'s operation is "read" or "write", got 1': (1, tensor, path),
+        "a request's file_offset is an int, got 'x'": ("read", tensor, path, "x"),
+        "a request's durable is a bool, got 'x'": ("write", tensor, path, 0, "x"),
+        "expected str, bytes or os.PathLike object, not NoneType": ("read", tensor, None),
+    }
+    with lt.aio_handle() as handle:
+        for message, request in wrong.items():
+            with pytest.raises(TypeError, match=re.escape(message)):
+                handle.submit_batch([lt.IoRequest("write", tensor, path), request])
+        with pytest.raises(TypeError, match="not iterable"):
+            handle.submit_batch(None)
+        with pytest.raises(ValueError, match='"read" or "write"'):
+            handle.submit_batch(["read"])
+        assert handle.wait() == 0
+    assert not path.exists()
+
+
+def test_an_empty_path_is_a_missing_file_with_its_name():
+    tensor = torch.zeros(4)
+    with lt.aio_handle() as handle:
+        for use in (handle.sync_pread, handle.sync_pwrite, handle.async_pread, handle.submit_pwrite):
+            with pytest.raises(FileNotFoundError) as missing:
+                use(tensor, "")
+            assert missing.value.filename == ""
+        with pytest.raises(FileNotFoundError):
+            handle.fsync("")
+        assert handle.wait() == 0
 
 
 def test_reading_into_elements_that_share_memory_is_refused(disk_folder):
@@ -769,3 +803,74 @@ def test_messages_of_refused_files_are_sentences(disk_folder, tmpfs_folder):
     with pytest.raises(ValueError, match="closed"):
         with handle:
             pass
+
+
+class WithoutInit(lt.AioHandle):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lt.AioHandle.__new__(lt.AioHandle),
+        lambda: WithoutInit.__new__(WithoutInit),
+        lambda: WithoutInit(),
+    ],
+    ids=["__new__", "subclass", "subclass without __init__"],
+)
+def test_a_handle_that_was_never_initialized_is_a_type_error(make, disk_folder):
+    tensor = torch.zeros(4)
+    for use in (
+        lambda handle: handle.closed,
+        lambda handle: handle.engine,
+        repr,
+        lambda handle: handle.get_block_size(),
+        lambda handle: handle.sync_pread(tensor, disk_folder / "file"),
+        lambda handle: handle.submit_pwrite(tensor, disk_folder / "file"),
+        lambda handle: handle.submit_batch([]),
+        lambda handle: handle.preadv([tensor], disk_folder / "file"),
+        lambda handle: handle.wait(),
+        lambda handle: handle.stats(),
+        lambda handle: handle.close(),
+        lambda handle: handle.__enter__(),
+    ):
+        with pytest.raises(TypeError, match="__init__"):
+            use(make())
+    assert not (disk_folder / "file").exists()
+
+
+def test_other_compiled_objects_that_were_never_initialized_are_type_errors():
+    from locked_tensor import _C
+
+    ticket = _C.IoTicketBase.__new__(_C.IoTicketBase)
+    for use in (ticket.wait, ticket.done, ticket.exception, lambda: ticket.bytes):
+        with pytest.raises(TypeError, match="__init__"):
+            use()
+    with pytest.raises(TypeError, match="__init__"):
+        _C.leave_locked_mode(_C.SavedMode.__new__(_C.SavedMode))
+    with pytest.raises(TypeError):
+        _C.leave_locked_mode(None)
+
+
+def test_help_tells_what_each_method_returns():
+    returns = {
+        "read": "Returns 0",
+        "write": "Returns 0",
+        "pread": "Returns 0 when asynchronous, else the count of completed operations, 1",
+        "pwrite": "Returns 0 when asynchronous, else the count of completed operations, 1",
+        "sync_pread": "returns 1",
+        "sync_pwrite": "returns 1",
+        "async_pread": "returns 0",
+        "async_pwrite": "returns 0",
+        "preadv": "Returns the bytes moved",
+        "pwritev": "Returns the bytes moved",
+        "wait": "returns how many operations have ended",
+        "fsync": "Returns None",
+    }
+    for name, sentence in returns.items():
+        assert sentence in getattr(lt.AioHandle, name).__doc__, name
+    for name in ("async_pread", "async_pwrite"):
+        assert "fd= is another way to give the descriptor" in getattr(lt.AioHandle, name).__doc__
+    for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"):
+        assert len(getattr(lt.AioHandle, f"get_{name}").__doc__.splitlines()[-1]) > 10

@@ -1,6 +1,7 @@
 #include "allocator/storage_hold.h"
 
 #include <ATen/MapAllocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <libshm.h>
 
 #include <atomic>
@@ -33,6 +34,8 @@ class OwnedData {
     at_death_.push_back(std::move(at_death));
   }
 
+  c10::DeleterFnPtr original_deleter() const { return original_.get_deleter(); }
+
   static OwnedData* of(const c10::DataPtr& data) {
     return data.get_deleter() == &release ? static_cast<OwnedData*>(data.get_context()) : nullptr;
   }
@@ -51,6 +54,12 @@ bool must_keep_deleter(const c10::DataPtr& data) {
   return at::MapAllocator::fromDataPtr(data) != nullptr ||
          at::RefcountedMapAllocator::fromDataPtr(data) != nullptr ||
          THManagedMapAllocator::fromDataPtr(data) != nullptr;
+}
+
+bool is_allocated(const c10::Storage& storage, c10::DeleterFnPtr deleter) {
+  static const c10::DeleterFnPtr ordinary = c10::GetDefaultCPUAllocator()->raw_deleter();
+  const c10::Allocator* allocator = storage.allocator();
+  return deleter == ordinary || (allocator != nullptr && deleter == allocator->raw_deleter());
 }
 
 // The owner of a storage's bytes, made on first use; nullptr where there can be none. With the GIL.
@@ -94,8 +103,10 @@ StorageHold hold_storage(const c10::Storage& storage) {
   if (OwnedData* owned = owned_data(storage, false)) {
     owned->retain();
     hold.owned_ = owned;
+    hold.is_foreign_ = !is_allocated(storage, owned->original_deleter());
   } else {
     hold.storage_ = storage;
+    hold.is_foreign_ = true;
   }
   return hold;
 }

@@ -24,11 +24,13 @@ class StorageHold {
   StorageHold(StorageHold&& other) noexcept
       : block_(std::exchange(other.block_, nullptr)),
         owned_(std::exchange(other.owned_, nullptr)),
-        storage_(std::move(other.storage_)) {}
+        storage_(std::move(other.storage_)),
+        is_foreign_(other.is_foreign_) {}
   StorageHold& operator=(StorageHold&& other) noexcept {
     std::swap(block_, other.block_);
     std::swap(owned_, other.owned_);
     std::swap(storage_, other.storage_);
+    std::swap(is_foreign_, other.is_foreign_);
     return *this;
   }
   ~StorageHold();
@@ -36,12 +38,17 @@ class StorageHold {
   // May dropping it run Python code? Then only a thread with the GIL may.
   bool needs_python() const { return block_ == nullptr; }
 
+  // Was the memory not made by an allocator of torch's or ours, but mapped or lent by others? It
+  // may be of a file, or not writable.
+  bool is_foreign() const { return is_foreign_; }
+
  private:
   friend StorageHold hold_storage(const c10::Storage& storage);
 
   Block* block_ = nullptr;
   OwnedData* owned_ = nullptr;
   c10::Storage storage_;
+  bool is_foreign_ = false;
 };
 
 StorageHold hold_storage(const c10::Storage& storage);

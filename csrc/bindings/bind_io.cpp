@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/initialized.h"
 #include "bindings/io_arguments.h"
 #include "bindings/io_docs.h"
 #include "handle/aio_handle.h"
@@ -103,6 +104,21 @@ class IoTicket {
   std::shared_ptr<AioHandle> handle_;
   std::shared_ptr<Transfer> transfer_;
 };
+
+}  // namespace
+
+}  // namespace locked_tensor
+
+template <>
+class pybind11::detail::type_caster<locked_tensor::PyHandle>
+    : public locked_tensor::InitializedCaster<locked_tensor::PyHandle> {};
+template <>
+class pybind11::detail::type_caster<locked_tensor::IoTicket>
+    : public locked_tensor::InitializedCaster<locked_tensor::IoTicket> {};
+
+namespace locked_tensor {
+
+namespace {
 
 int64_t start_async(PyHandle& self, TransferSpec spec) {
   self.without_gil([&](AioHandle& handle) { handle.start(std::move(spec), Report::kWait); });
@@ -265,14 +281,18 @@ void bind_handle(py::module_& module) {
              py::arg("staging_bytes") = defaults.staging_bytes,
              py::arg("vector_run_bytes") = defaults.vector_run_bytes,
              py::arg("max_pending") = defaults.max_pending_transfers);
-  const auto option = [&](const char* name, auto member) {
-    handle.def(name, [member](PyHandle& self) { return self.get().options().*member; });
+  const auto option = [&](const char* name, auto member, const char* doc) {
+    handle.def(
+        name, [member](PyHandle& self) { return self.get().options().*member; }, doc);
   };
-  option("get_block_size", &HandleOptions::block_size_bytes);
-  option("get_queue_depth", &HandleOptions::queue_depth);
-  option("get_single_submit", &HandleOptions::single_submit);
-  option("get_overlap_events", &HandleOptions::overlap_events);
-  option("get_intra_op_parallelism", &HandleOptions::intra_op_parallelism);
+  option("get_block_size", &HandleOptions::block_size_bytes, "Bytes of one request.");
+  option("get_queue_depth", &HandleOptions::queue_depth, "Requests in flight at once.");
+  option("get_single_submit", &HandleOptions::single_submit,
+         "Is each request a system call of its own?");
+  option("get_overlap_events", &HandleOptions::overlap_events,
+         "What was asked for; submitting and reaping always overlap.");
+  option("get_intra_op_parallelism", &HandleOptions::intra_op_parallelism,
+         "Threads that share one large transfer.");
   handle.def_property_readonly("engine", [](PyHandle& self) { return self.get().engine_name(); });
   handle.def_property_readonly("closed", [](PyHandle& self) { return self.get().is_closed(); });
   bind_operation<Operation::kRead>(handle, "read");

@@ -11,6 +11,7 @@
 #include "allocator/storage_hold.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/initialized.h"
 #include "dispatch/locked_dispatch.h"
 #include "memory/in_place_lock.h"
 #include "memory/range_registry.h"

@@ -1,12 +1,14 @@
 #include "bindings/io_arguments.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <deque>
 #include <limits>
 #include <utility>
 #include <vector>
 
 #include "allocator/storage_hold.h"
+#include "handle/overlap.h"
 
 namespace locked_tensor {
 
@@ -30,6 +32,38 @@ class TensorKeepAlive : public KeepAlive {
   std::vector<StorageHold> holds_;
   std::deque<at::Tensor> tensors_;
   bool needs_python_ = false;
+};
+
+class StorageWatch : public Watch {
+ public:
+  // Remembers where the storage's bytes, which must be held, are now.
+  void add(const c10::Storage& storage) {
+    places_.push_back(
+        Place{storage.getWeakStorageImpl(), memory_of(*storage.unsafeGetStorageImpl())});
+  }
+  // A storage that is gone, or was emptied on purpose, shows nobody other memory.
+  bool has_moved() const override {
+    return std::any_of(places_.begin(), places_.end(), [](const Place& place) {
+      if (place.storage.expired()) {
+        return false;
+      }
+      // Not locked: the last reference is to be dropped with the GIL, never here.
+      const void* now = memory_of(*place.storage._unsafe_get_target());
+      return now != nullptr && now != place.memory;
+    });
+  }
+
+ private:
+  struct Place {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    const void* memory;
+  };
+
+  static const void* memory_of(c10::StorageImpl& storage) {
+    return storage._mutable_data_ptr_no_checks().get();
+  }
+
+  std::vector<Place> places_;
 };
 
 std::string describe(const at::Tensor& tensor) {
@@ -126,6 +160,17 @@ Layout device_layout(Operation operation, const at::Tensor& buffer, TensorKeepAl
                 });
 }
 
+template <typename T>
+T field_of(const py::sequence& request, size_t index, const char* wanted) {
+  const py::object field = request[index];
+  try {
+    return py::cast<T>(field);
+  } catch (const py::cast_error&) {
+    throw py::type_error(std::string("a request's ") + wanted + ", got " +
+                         std::string(py::repr(field)));
+  }
+}
+
 }  // namespace
 
 FileName file_of(const py::object& file) {
@@ -144,8 +189,14 @@ FileName file_of(const py::object& file) {
   if (PyUnicode_FSConverter(file.ptr(), &bytes) == 0) {
     throw py::error_already_set();
   }
-  const auto own = py::reinterpret_steal<py::bytes>(bytes);
-  return std::string(own);
+  std::string path(py::reinterpret_steal<py::bytes>(bytes));
+  if (path.empty()) {
+    // As open(2), but with the name, which a KernelError without a path has not.
+    errno = ENOENT;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, "");
+    throw py::error_already_set();
+  }
+  return path;
 }
 
 TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
@@ -157,6 +208,8 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
   spec.file = file_of(file);
   spec.file_offset_bytes = file_offset;
   auto keep_alive = std::make_unique<TensorKeepAlive>();
+  auto watch = operation == Operation::kRead ? std::make_unique<StorageWatch>() : nullptr;
+  std::vector<Layout> on_device;
   for (const at::Tensor& given : buffers) {
     check_buffer(operation, given);
     at::Tensor buffer = given;
@@ -167,18 +220,33 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
     if (buffer.device().is_cuda()) {
       if (buffer.nbytes() > 0) {
         spec.memory.push_back(device_layout(operation, buffer, *keep_alive));
+        on_device.emplace_back(static_cast<std::byte*>(buffer.data_ptr()), buffer.nbytes());
       }
       continue;
     }
+    bool is_foreign = false;
     if (buffer.nbytes() > 0) {
-      keep_alive->add(hold_storage(buffer.storage()));
+      StorageHold hold = hold_storage(buffer.storage());
+      is_foreign = hold.is_foreign();
+      keep_alive->add(std::move(hold));
+      if (operation == Operation::kRead) {
+        watch->add(buffer.storage());
+      }
     }
-    spec.memory.push_back(layout_of(operation, buffer));
+    Layout& layout = spec.memory.emplace_back(layout_of(operation, buffer));
+    if (is_foreign) {
+      layout.set_doubtful();
+    }
     if (operation == Operation::kRead && !buffer.is_inference()) {
       buffer.unsafeGetTensorImpl()->bump_version();  // as every in-place operator does
     }
   }
+  if (operation == Operation::kRead && (share_bytes(spec.memory) || share_bytes(on_device))) {
+    throw py::value_error(
+        "cannot read into a list of tensors that share memory: the last to arrive would win");
+  }
   spec.keep_alive = std::move(keep_alive);
+  spec.watch = std::move(watch);
   return spec;
 }
 
@@ -192,7 +260,7 @@ TransferSpec spec_of_request(py::handle request) {
         "a request is (\"read\" | \"write\", buffer, file, file_offset=0, durable=False), got " +
         std::to_string(fields.size()) + " fields");
   }
-  const auto operation = py::cast<std::string>(fields[0]);
+  const auto operation = field_of<std::string>(fields, 0, "operation is \"read\" or \"write\"");
   if (operation != "read" && operation != "write") {
     throw py::value_error("a request's operation is \"read\" or \"write\", got \"" + operation +
                           "\"");
@@ -200,13 +268,14 @@ TransferSpec spec_of_request(py::handle request) {
   if (!THPVariable_Check(py::object(fields[1]).ptr())) {
     throw py::type_error("a request's buffer is a tensor, got " + std::string(py::repr(fields[1])));
   }
-  const bool is_durable = fields.size() == 5 && py::cast<bool>(fields[4]);
+  const bool is_durable = fields.size() == 5 && field_of<bool>(fields, 4, "durable is a bool");
   if (is_durable && operation == "read") {
     throw py::value_error("a request to read cannot be durable");
   }
   return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
                  {py::cast<at::Tensor>(fields[1])}, fields[2],
-                 fields.size() >= 4 ? py::cast<int64_t>(fields[3]) : 0, is_durable);
+                 fields.size() >= 4 ? field_of<int64_t>(fields, 3, "file_offset is an int") : 0,
+                 is_durable);
 }
 
 int64_t nanoseconds_of(double seconds) {

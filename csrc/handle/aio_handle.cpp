@@ -8,6 +8,7 @@
 
 #include "io/engine_select.h"
 #include "memory/range_registry.h"
+#include "os/align.h"
 #include "os/fork.h"
 #include "os/status.h"
 
@@ -75,6 +76,18 @@ void check_offset(int64_t offset, uint64_t bytes) {
     throw std::invalid_argument("file_offset " + std::to_string(offset) + " plus " +
                                 std::to_string(bytes) + " bytes is beyond what a file can hold");
   }
+}
+
+// Parts of sectors only go through the page cache.
+void check_whole_sectors(const Part& part, const OpenFile& file) {
+  const uint64_t sector = file.alignment().offset_bytes;
+  if (is_aligned(part.file_offset(), sector) && is_aligned(part.file_end(), sector)) {
+    return;
+  }
+  throw std::invalid_argument(
+      "direct=\"require\" moves whole sectors, and " + std::to_string(part.layout().bytes()) +
+      " bytes at offset " + std::to_string(part.file_offset()) + " of " + file.path() +
+      " are not: make both multiples of " + std::to_string(sector) + ", or use direct=\"auto\"");
 }
 
 }  // namespace
@@ -206,6 +219,9 @@ void AioHandle::open(Driver& driver, Transfer& transfer, TransferSpec& spec) {
           RangeRegistry::process().contains(layout.data(), layout.extent_bytes());
       Part& part = transfer.parts.emplace_back(std::move(layout), offset, is_locked);
       part.plan(*transfer.file, transfer.operation, driver.rules());
+      if (options_.direct == DirectMode::kRequire) {
+        check_whole_sectors(part, *transfer.file);
+      }
       offset = part.file_end();
       grows = grows || part.has_middle();
       needs_buffered = needs_buffered || part.needs_buffered();
@@ -243,6 +259,7 @@ std::shared_ptr<Transfer> AioHandle::make(Driver& driver, TransferSpec spec, Rep
   check_offset(spec.file_offset_bytes, transfer->bytes);
   open(driver, *transfer, spec);
   transfer->keep_alive = std::move(spec.keep_alive);
+  transfer->watch = std::move(spec.watch);
   return transfer;
 }
 
@@ -251,8 +268,15 @@ std::vector<std::shared_ptr<Transfer>> AioHandle::start_all(std::vector<Transfer
   const std::shared_ptr<Driver> driver = this->driver();
   std::vector<std::shared_ptr<Transfer>> transfers;
   transfers.reserve(specs.size());
-  for (TransferSpec& spec : specs) {
-    transfers.push_back(make(*driver, std::move(spec), report));
+  try {
+    for (TransferSpec& spec : specs) {
+      transfers.push_back(make(*driver, std::move(spec), report));
+    }
+  } catch (...) {
+    for (const std::shared_ptr<Transfer>& transfer : transfers) {
+      transfer->claim.finish(0);  // none of them is started: files are as long as before
+    }
+    throw;
   }
   {
     std::lock_guard<std::mutex> lock(driver->mutex());
@@ -285,6 +309,21 @@ uint64_t AioHandle::run(TransferSpec spec, const OnInterrupt& on_interrupt) {
 
 // --- waiting ------------------------------------------------------------------------------------
 
+// Note [Told ends] A storage may lose its memory in the very moment in which a read into it ends:
+// the old bytes are copied first, then the memory is exchanged, and what arrives in between is
+// lost. So a read's memory is watched past its end, until its caller has been told of it and may do
+// with the storage what they like.
+
+// Under the driver's mutex, of a transfer that has ended.
+void AioHandle::note_told(Transfer& transfer) {
+  const bool was_well = transfer.failure == nullptr;
+  transfer.check_not_moved();
+  transfer.watch.reset();
+  if (was_well && transfer.failure != nullptr && transfer.report != Report::kCaller) {
+    failures_.emplace(transfer.sequence, transfer.failure);
+  }
+}
+
 // Under the driver's mutex.
 void AioHandle::note_done(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->keep_alive != nullptr) {
@@ -301,6 +340,8 @@ void AioHandle::note_done(const std::shared_ptr<Transfer>& transfer) {
   ++ended_;
   if (transfer->failure != nullptr) {
     failures_.emplace(transfer->sequence, transfer->failure);
+  } else if (transfer->watch != nullptr) {
+    untold_.emplace(transfer->sequence, transfer);
   }
 }
 
@@ -323,6 +364,10 @@ uint64_t AioHandle::wait_with(Driver& driver, const OnInterrupt& on_interrupt) {
           pending += epoch <= last_epoch ? count : 0;
         }
         if (pending == 0) {
+          for (const auto& [sequence, transfer] : untold_) {
+            note_told(*transfer);
+          }
+          untold_.clear();
           ended = std::exchange(ended_, 0);
           failures.swap(failures_);
         }
@@ -348,7 +393,12 @@ bool AioHandle::wait_for(const std::shared_ptr<Transfer>& transfer, int64_t time
   }
   return driver->drive(
       [&]() -> uint64_t {
-        return transfer->is_done ? 0 : std::max<uint64_t>(1, transfer->pieces_out);
+        if (!transfer->is_done) {
+          return std::max<uint64_t>(1, transfer->pieces_out);
+        }
+        note_told(*transfer);
+        untold_.erase(transfer->sequence);
+        return 0;
       },
       timeout_ns, on_interrupt);
 }

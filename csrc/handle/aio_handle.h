@@ -33,6 +33,7 @@ struct TransferSpec {
   bool validates = false;
   bool is_durable = false;  // a write ends when data, size and name are on the device
   std::unique_ptr<KeepAlive> keep_alive;
+  std::unique_ptr<Watch> watch;  // of a read
 };
 
 // Failures of asynchronous transfers, in the order in which these were started. Never empty.
@@ -72,7 +73,8 @@ class AioHandle {
   // Waits for every transfer started before with Report kWait or kTicket. Returns how many have
   // ended since the last wait; throws TransfersFailed instead when some of them failed.
   uint64_t wait(const OnInterrupt& on_interrupt = {});
-  // Waits for one; false after timeout_ns (-1: none). Throws nothing of the transfer's.
+  // Waits for one; false after timeout_ns (-1: none). Throws nothing of the transfer's. Once it was
+  // true, its memory is its owner's again: see Note [Told ends].
   bool wait_for(const std::shared_ptr<Transfer>& transfer, int64_t timeout_ns,
                 const OnInterrupt& on_interrupt = {});
   // The failure of a transfer that has ended, or nullptr. wait() will not throw it again.
@@ -112,6 +114,7 @@ class AioHandle {
   template <typename Open>
   auto with_descriptors(Driver& driver, Open open);
   void note_done(const std::shared_ptr<Transfer>& transfer);
+  void note_told(Transfer& transfer);
   uint64_t wait_with(Driver& driver, const OnInterrupt& on_interrupt);
 
   const HandleOptions options_;
@@ -125,7 +128,8 @@ class AioHandle {
   uint64_t epoch_ = 0;                             // grows with each wait()
   std::map<uint64_t, uint64_t> pending_by_epoch_;  // transfers that wait() covers and are not done
   uint64_t ended_ = 0;                             // such transfers that ended since the last wait
-  std::map<uint64_t, std::exception_ptr> failures_;  // by sequence, not thrown yet
+  std::map<uint64_t, std::exception_ptr> failures_;       // by sequence, not thrown yet
+  std::map<uint64_t, std::shared_ptr<Transfer>> untold_;  // with a watch: see Note [Told ends]
   std::vector<std::unique_ptr<KeepAlive>> retired_;
 
   std::mutex driver_mutex_;  // for the pointer only

@@ -1,5 +1,6 @@
 #include "handle/driver.h"
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -50,6 +51,15 @@ KernelError transfer_error(int errno_value, const Transfer& transfer, uint64_t b
                      transfer.file->path());
 }
 
+// What the kernel says of memory that it cannot touch itself, said before we copy.
+void check_touchable(const Transfer& transfer, const Layout& layout, const Cut& cut,
+                     uint64_t file_offset) {
+  const Access access = transfer.operation == Operation::kRead ? Access::kWrite : Access::kRead;
+  if (!layout.is_touchable(cut.offset_bytes, cut.length_bytes, access)) {
+    throw transfer_error(EFAULT, transfer, cut.length_bytes, file_offset);
+  }
+}
+
 }  // namespace
 
 Driver::Driver(const HandleOptions& options, std::unique_ptr<Engine> engine, OnDone on_done)
@@ -85,12 +95,20 @@ DriverStats Driver::stats() {
 }
 
 void Driver::notify(int event_fd) {
-  const int result = engine_->notify(event_fd);
+  UniqueFd own;
+  if (event_fd >= 0) {
+    own.reset(::fcntl(event_fd, F_DUPFD_CLOEXEC, 0));
+    if (!own.is_open()) {
+      throw_errno("duplicate an eventfd");
+    }
+  }
+  const int result = engine_->notify(own.get());
   if (result != 0) {
     throw KernelError(-result, std::string("eventfd of the engine ") + engine_->name());
   }
   Lock lock(mutex_);
-  event_fd_ = event_fd;
+  event_fd_ = own.get();
+  event_fds_.push_back(std::move(own));
   announce();
 }
 
@@ -321,6 +339,7 @@ void Driver::prepare(Lock& lock, uint32_t index) {
   const std::shared_ptr<Transfer> transfer = pieces_[index].transfer;
   const Layout& layout = *pieces_[index].layout;
   const Cut cut = pieces_[index].cut;
+  const uint64_t file_offset = pieces_[index].file_offset;
   int fd = -1;
   std::byte* memory = nullptr;
   std::exception_ptr failure;
@@ -335,6 +354,7 @@ void Driver::prepare(Lock& lock, uint32_t index) {
       }
       fd = cut.is_direct ? transfer->file->direct_fd() : transfer->file->buffered_fd();
       if (is_staged && transfer->operation == Operation::kWrite) {
+        check_touchable(*transfer, layout, cut, file_offset);
         layout.gather(cut.offset_bytes, cut.length_bytes, memory);
       }
     } catch (...) {
@@ -503,15 +523,18 @@ bool Driver::scatter_one(Lock& lock) {
   }
   const uint32_t index = to_scatter_.front();
   to_scatter_.pop_front();
+  const std::shared_ptr<Transfer> transfer = pieces_[index].transfer;
   const Layout& layout = *pieces_[index].layout;
   const Cut cut = pieces_[index].cut;
+  const uint64_t file_offset = pieces_[index].file_offset;
   const std::byte* chunk = pieces_[index].memory;
   lock.unlock();
   std::exception_ptr failure;
   try {
+    check_touchable(*transfer, layout, cut, file_offset);
     layout.scatter(cut.offset_bytes, cut.length_bytes, chunk);
   } catch (...) {
-    failure = std::current_exception();  // a device refused the copy
+    failure = std::current_exception();  // memory that is not there, or a device refused the copy
   }
   lock.lock();
   if (failure != nullptr) {
@@ -601,6 +624,7 @@ void Driver::end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer) 
   if (failure != nullptr) {
     transfer->fail(failure, transfer->file_begin());
   }
+  transfer->check_not_moved();
   transfer->is_done = true;
   --live_;
   ++stats_.operations;

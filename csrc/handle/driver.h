@@ -20,6 +20,7 @@
 #include "handle/staging.h"
 #include "handle/transfer.h"
 #include "io/engine.h"
+#include "os/unique_fd.h"
 
 namespace locked_tensor {
 
@@ -56,8 +57,9 @@ class Driver {
   // Works until no transfer is left.
   void drain();
 
-  // Has an eventfd signalled at each completion of the engine and at the end of each transfer; also
-  // of what is in flight already, which an engine may no longer tell of.
+  // Has an eventfd (-1: none) signalled, through a duplicate, at each completion of the engine and
+  // at the end of each transfer; also of what is in flight already, which an engine may no longer
+  // tell of.
   void notify(int event_fd);
 
   std::mutex& mutex() { return mutex_; }
@@ -122,6 +124,9 @@ class Driver {
   Staging staging_;  // outlives the engine, whose table its memory may be in
   const CutRules rules_;
   const uint64_t fork_generation_;
+  // Duplicates: the caller may close theirs at any time. All are kept, because an engine may be
+  // about to signal an earlier one.
+  std::vector<UniqueFd> event_fds_;
   std::unique_ptr<Engine> engine_;
   const uint64_t depth_;
   const OnDone on_done_;

@@ -38,6 +38,13 @@ std::byte* scratch_page() {
   return page.get();
 }
 
+KernelError write_error(int errno_value, uint64_t bytes, uint64_t offset, const std::string& path) {
+  return KernelError(
+      errno_value,
+      "write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of",
+      path);
+}
+
 void write_fully(int fd, const std::byte* data, uint64_t bytes, uint64_t offset,
                  const std::string& path) {
   while (bytes > 0) {
@@ -46,10 +53,7 @@ void write_fully(int fd, const std::byte* data, uint64_t bytes, uint64_t offset,
       continue;
     }
     if (result <= 0) {
-      throw KernelError(
-          result < 0 ? errno : EIO,
-          "write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of",
-          path);
+      throw write_error(result < 0 ? errno : EIO, bytes, offset, path);
     }
     data += result;
     bytes -= static_cast<uint64_t>(result);
@@ -69,23 +73,25 @@ Road write_edge_page(OpenFile& file, const Layout& layout, uint64_t stream_offse
       layout.is_contiguous() &&
       (!is_direct || (is_locked && is_aligned(memory, alignment.memory_bytes)));
   if (!is_straight) {
+    if (!layout.is_touchable(stream_offset, bytes, Access::kRead)) {
+      throw write_error(EFAULT, bytes, file_offset, file.path());
+    }
     memory = scratch_page();
     layout.gather(stream_offset, bytes, memory);
   }
   std::lock_guard<std::mutex> lock(page_mutex(file.id(), file_offset));
   if (is_direct) {
-    const ssize_t result =
-        ::pwrite(file.direct_fd(), memory, bytes, static_cast<off_t>(file_offset));
+    ssize_t result;
+    do {
+      result = ::pwrite(file.direct_fd(), memory, bytes, static_cast<off_t>(file_offset));
+    } while (result < 0 && errno == EINTR);
     if (result == static_cast<ssize_t>(bytes)) {
       return is_straight ? Road::kDirect : Road::kStaged;
     }
-    if (result < 0 && errno != EINTR) {
-      throw KernelError(errno,
-                        "write " + std::to_string(bytes) + " bytes at offset " +
-                            std::to_string(file_offset) + " of",
-                        file.path());
+    if (result < 0) {
+      throw write_error(errno, bytes, file_offset, file.path());
     }
-    // Interrupted or short: the buffered road finishes it.
+    // Short: the buffered road finishes it.
   }
   write_fully(file.buffered_fd(), memory, bytes, file_offset, file.path());
   return is_straight ? Road::kBuffered : Road::kStaged;

@@ -99,6 +99,25 @@ bool Layout::has_aligned_runs(uint64_t alignment_bytes) const {
   return is_whole;
 }
 
+bool Layout::is_touchable(uint64_t offset_bytes, uint64_t bytes, Access access) const {
+  if (doubt_ == nullptr || !doubt_->load(std::memory_order_relaxed)) {
+    return true;
+  }
+  if (is_contiguous()) {
+    const Touch touch = try_touch(data_ + offset_bytes, bytes, access);
+    if (touch == Touch::kUnknown) {
+      doubt_->store(false, std::memory_order_relaxed);
+    }
+    return touch != Touch::kSignal;
+  }
+  // Any part of it may have runs all over the memory: it is asked for once, as a whole.
+  if (try_touch(data_, extent_bytes(), access) == Touch::kSignal) {
+    return false;
+  }
+  doubt_->store(false, std::memory_order_relaxed);
+  return true;
+}
+
 std::byte* Layout::run_address(uint64_t run) const {
   std::byte* address = data_;
   for (size_t i = dims_.size(); i-- > 0 && run > 0;) {

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
+
+#include "os/mapping.h"
 
 namespace locked_tensor {
 
@@ -30,6 +34,8 @@ class Layout {
   bool is_contiguous() const { return dims_.empty() && copier_ == nullptr; }
   // Length of the contiguous runs that the stream is made of.
   uint64_t run_bytes() const { return run_bytes_; }
+  // Bytes from run to run where all are equally far apart, else 0.
+  uint64_t only_stride_bytes() const { return dims_.size() == 1 ? dims_.front().stride_bytes : 0; }
   // From data() to the end of the last byte touched.
   uint64_t extent_bytes() const;
   // Do all runs begin and end on multiples of `alignment_bytes`?
@@ -39,6 +45,13 @@ class Layout {
   // [offset_bytes, offset_bytes + bytes), in order.
   template <typename Visit>
   void for_each_run(uint64_t offset_bytes, uint64_t bytes, Visit visit) const;
+
+  // The memory may be a map without permission, or of a file that is shorter by now: it is asked
+  // for before it is touched.
+  void set_doubtful() { doubt_ = std::make_shared<std::atomic<bool>>(true); }
+  // Could that part of the stream be copied now without a signal? Free for memory without doubt.
+  // What a file loses between this and the copy goes unseen.
+  bool is_touchable(uint64_t offset_bytes, uint64_t bytes, Access access) const;
 
   // Copies that part of the stream out of, or into, the memory.
   void gather(uint64_t offset_bytes, uint64_t bytes, std::byte* to) const;
@@ -60,8 +73,9 @@ class Layout {
   std::byte* data_;
   uint64_t bytes_;
   uint64_t run_bytes_;
-  std::vector<Dim> dims_;  // outermost first; empty: one run
-  Copier copier_;          // for memory out of reach, else empty
+  std::vector<Dim> dims_;                     // outermost first; empty: one run
+  Copier copier_;                             // for memory out of reach, else empty
+  std::shared_ptr<std::atomic<bool>> doubt_;  // is there (still) a reason to ask? nullptr: never
 };
 
 template <typename Visit>

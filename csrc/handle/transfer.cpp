@@ -89,6 +89,16 @@ void Transfer::fail(std::exception_ptr error, uint64_t file_offset) {
   gap = std::min(gap.value_or(file_offset), file_offset);
 }
 
+void Transfer::check_not_moved() {
+  if (failure == nullptr && watch != nullptr && watch->has_moved()) {
+    fail(std::make_exception_ptr(std::runtime_error(
+             "a tensor's storage was resized or moved (resize_, share_memory_) while a read into "
+             "it was pending, and does not have the bytes; wait for a read before changing its "
+             "storage")),
+         file_begin());
+  }
+}
+
 uint64_t Transfer::written_end() const {
   if (failure == nullptr) {
     return file_end();

@@ -108,6 +108,7 @@ struct Transfer {
   Operation operation = Operation::kRead;
   std::shared_ptr<OpenFile> file;
   std::unique_ptr<KeepAlive> keep_alive;
+  std::unique_ptr<Watch> watch;  // of a read, until its end has been told
   Report report = Report::kWait;
   bool validates = false;
   bool is_durable = false;  // ends when the device has it
@@ -129,6 +130,8 @@ struct Transfer {
   bool has_more() const { return failure == nullptr && part_index < parts.size(); }
   // Remembers the first failure and that the file's bytes from `file_offset` on did not move.
   void fail(std::exception_ptr error, uint64_t file_offset);
+  // Fails when the memory that was read into is not its owner's any more.
+  void check_not_moved();
   uint64_t file_begin() const { return parts.empty() ? 0 : parts.front().file_offset(); }
   uint64_t file_end() const { return parts.empty() ? 0 : parts.back().file_end(); }
   // Ends of what was written without a gap; 0 when that is nothing.

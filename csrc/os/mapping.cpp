@@ -1,29 +1,89 @@
 #include "os/mapping.h"
 
-#include <cstdint>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <fstream>
 #include <string>
 
+#include "os/align.h"
+
 namespace locked_tensor {
+
+namespace {
+
+// madvise(2), Linux 5.14; younger than some build hosts' headers.
+constexpr int kPopulateRead = 22;   // MADV_POPULATE_READ
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+
+struct MapsLine {
+  uintptr_t begin;
+  uintptr_t end;
+  char permissions[5];
+  unsigned long inode;
+};
+
+// Calls visit(line) for the process's mappings by rising address until it returns false.
+template <typename Visit>
+void for_each_mapping(Visit visit) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string text; std::getline(maps, text);) {
+    MapsLine line{};
+    if (std::sscanf(text.c_str(), "%lx-%lx %4s %*x %*s %lu", &line.begin, &line.end,
+                    line.permissions, &line.inode) == 4 &&
+        !visit(line)) {
+      return;
+    }
+  }
+}
+
+bool is_permitted(uintptr_t begin, uintptr_t end, Access access) {
+  for_each_mapping([&](const MapsLine& line) {
+    const bool grants = line.permissions[access == Access::kWrite ? 1 : 0] != '-';
+    if (line.begin <= begin && begin < line.end && grants) {
+      begin = line.end;
+    }
+    return begin < end && line.begin <= begin;
+  });
+  return begin >= end;
+}
+
+}  // namespace
 
 Mapping mapping_of(const void* address) {
   const auto wanted = reinterpret_cast<uintptr_t>(address);
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    unsigned long begin = 0;
-    unsigned long end = 0;
-    char permissions[5] = "";
-    unsigned long inode = 0;
-    if (std::sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu", &begin, &end, permissions, &inode) !=
-        4) {
-      continue;
+  Mapping found;
+  for_each_mapping([&](const MapsLine& line) {
+    const bool is_here = line.begin <= wanted && wanted < line.end;
+    if (is_here) {
+      found = Mapping{line.permissions[3] == 's', line.inode != 0};
     }
-    if (begin <= wanted && wanted < end) {
-      return Mapping{permissions[3] == 's', inode != 0};
-    }
+    return !is_here;
+  });
+  return found;
+}
+
+Touch try_touch(const void* data, size_t bytes, Access access) {
+  if (bytes == 0) {
+    return Touch::kSafe;
   }
-  return Mapping{};
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = align_down(begin, page_bytes());
+  const uintptr_t end = align_up(begin + bytes, page_bytes());
+  const int advice = access == Access::kWrite ? kPopulateWrite : kPopulateRead;
+  int result;
+  do {
+    result = ::madvise(reinterpret_cast<void*>(first), end - first, advice);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) {
+    return Touch::kSafe;
+  }
+  if (errno == EFAULT || errno == EHWPOISON) {
+    return Touch::kSignal;
+  }
+  return is_permitted(first, end, access) ? Touch::kUnknown : Touch::kSignal;
 }
 
 }  // namespace locked_tensor

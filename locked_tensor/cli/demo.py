@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "them back through another, compares every byte, and shows which road the bytes took. Leaves "
         "no file behind.",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="any file; made if not given")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="any regular file; made if not given")
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="where the views are written (default: here)"
     )
@@ -83,7 +84,10 @@ def _made_file(work: Path, nbytes: int) -> Path:
 
 
 def _run_in(work: Path, source: Path, console: Console) -> int:
-    nbytes = os.stat(source).st_size
+    status = os.stat(source)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{source} is not a regular file: the demo needs one, for its size")
+    nbytes = status.st_size
     if nbytes == 0:
         raise ValueError(f"{source} is empty: there is nothing to move")
     with lt.locked_memory():

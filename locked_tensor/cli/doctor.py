@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -74,7 +75,7 @@ def judge_machine(facts: examine.MachineFacts) -> list[Finding]:
     findings.append(_judge_limit(facts))
     findings.append(_judge_huge_pages(facts.huge_pages))
     findings.append(Finding("hugetlb pool", f"{facts.hugetlb_pages} pages"))
-    findings.append(Finding("NUMA nodes", facts.numa_nodes))
+    findings.append(Finding("NUMA nodes", _nodes(facts.numa_nodes)))
     findings.append(_judge_cufile(facts.cufile_refusal))
     return findings
 
@@ -84,6 +85,15 @@ def _judge_cufile(refusal: str) -> Finding:
         return Finding("GPUDirect Storage", "works: gds_handle moves GPU tensors by cuFile")
     what, _, cure = refusal.partition("; ")
     return Finding("GPUDirect Storage", f"not usable: {what}; GPU tensors are staged", False, cure)
+
+
+def _nodes(listed: str) -> str:
+    """The kernel's list of ranges, such as "0-1,3", with its count in front."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
+        return listed
+    ends = [part.partition("-")[::2] for part in listed.split(",")]
+    count = sum(int(last or first) - int(first) + 1 for first, last in ends)
+    return f"{count} ({'node' if count == 1 else 'nodes'} {listed})"
 
 
 def _judge_limit(facts: examine.MachineFacts) -> Finding:
