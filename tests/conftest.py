@@ -11,11 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import locked_tensor as lt
 
 TMPFS = "/dev/shm"
 ROOT = Path(__file__).parent.parent
+
+
+class Log(TorchDispatchMode):
+    """The operators that a mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def file_system_of(path: Path) -> str:

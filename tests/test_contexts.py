@@ -13,7 +13,8 @@ import threading
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from conftest import Log
+from torch.utils._python_dispatch import _disable_current_modes
 
 import locked_tensor as lt
 
@@ -307,16 +308,6 @@ def test_arguments_are_checked_where_they_are_given():
 
 
 # --- other modes --------------------------------------------------------------------------------
-
-
-class Log(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_context_is_left_from_under_another_mode():

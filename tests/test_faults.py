@@ -193,7 +193,7 @@ def test_an_exception_of_a_signal_handler_leaves_the_wait_and_loses_nothing(disk
         try:
             handle.wait()
         except Stop:
-            assert handle.wait() == 1
+            assert handle.wait() in (0, 1)  # 0 where the write ended just before the signal was heard
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)

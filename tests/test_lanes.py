@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
+from conftest import Log
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import locked_tensor as lt
 
@@ -25,16 +25,6 @@ WELL_KNOWN = {
     "__getitem__": lambda t: t[1:, 2],
 }
 
-
-
-class Log(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
-from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
+from locked_tensor.swap.pool import buffer_bytes_within
 from locked_tensor.swap.saved import Kept, Packed, take
 from locked_tensor.swap.store import PAGE_BYTES, Extent
-from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats, open_swap
+from locked_tensor.swap.transfer import Pending, Spiller, SwapIo, SwapStats, open_swap_with_pool
 
 _BUFFERS = 4
 _SMALLEST_BUFFER = 16 * PAGE_BYTES
@@ -117,12 +117,10 @@ class _Offload:
         self, folder: Any, handle: Optional[AioHandle], max_locked_bytes: int, min_bytes: int
     ) -> None:
         buffer_bytes = buffer_bytes_within(max_locked_bytes, _BUFFERS, _SMALLEST_BUFFER)
-        self.io, self.store, close_files = open_swap(self, folder, handle, staging_bytes=buffer_bytes)
-        try:
-            self._spiller = Spiller(self.io, SwapBufferPool(self.io.handle, _BUFFERS, buffer_bytes))
-        except BaseException:
-            close_files()
-            raise
+        self.io, self.store, pool, _ = open_swap_with_pool(
+            self, folder, handle, _BUFFERS, buffer_bytes, staging_bytes=buffer_bytes
+        )
+        self._spiller = Spiller(self.io, pool)
         self.min_bytes = min_bytes
         self._lock = threading.RLock()  # autograd's threads unpack, and finalizers run anywhere
         self._living: dict[int, weakref.ref[_Saved]] = {}

@@ -22,9 +22,9 @@ from locked_tensor.swap.optimizer_state import (
     local,
 )
 from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks
-from locked_tensor.swap.pool import SwapBufferPool, buffer_bytes_within
+from locked_tensor.swap.pool import buffer_bytes_within
 from locked_tensor.swap.store import page_aligned
-from locked_tensor.swap.transfer import open_swap
+from locked_tensor.swap.transfer import open_swap_with_pool
 
 # Note [Cutting] These update each element by itself and keep state of the parameter's own shape, so a
 # parameter larger than a buffer is updated in flat pieces, to the same bits. Exactly these classes: one
@@ -131,14 +131,9 @@ class SwappedOptimizer(Optimizer):
         self._inner = probe if self._makes_state_early else optimizer_class(listed, **kwargs)
         super().__init__(listed, dict(self._inner.defaults))
 
-        self._io, self._store, self._close_files = open_swap(
-            self, folder, aio_handle, staging_bytes=buffer_bytes
+        self._io, self._store, self._pool, self._close_files = open_swap_with_pool(
+            self, folder, aio_handle, _BUFFERS, buffer_bytes, staging_bytes=buffer_bytes
         )
-        try:
-            self._pool = SwapBufferPool(self._io.handle, _BUFFERS, buffer_bytes)
-        except BaseException:
-            self._close_files()
-            raise
         self._pipeline = Pipeline(self._io, self._pool, self._update, self._min_bytes, pipeline)
         if swap_gradients:
             self._gradients = SwappedGradients(self._io, self._store, self._pool, self._min_bytes)

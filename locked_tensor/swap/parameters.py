@@ -13,10 +13,9 @@ from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer import step_without_hooks
 from locked_tensor.swap.parameter_cache import UnitCache, holding
 from locked_tensor.swap.parameter_units import Unit, partition
-from locked_tensor.swap.pool import SwapBufferPool
 from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
 from locked_tensor.swap.store import PAGE_BYTES
-from locked_tensor.swap.transfer import SwapStats, open_swap
+from locked_tensor.swap.transfer import SwapStats, open_swap_with_pool
 
 
 class SwappedParameters:
@@ -64,12 +63,7 @@ class SwappedParameters:
         self._around: list[Optional[Hooks]] = []
         self._running: list[tuple[nn.Module, list[Unit]]] = []  # what each module that runs keeps
         self._removers: list[Any] = []
-        self._io, self._store, self._close_files = open_swap(self, folder, aio_handle)
-        try:
-            pool = SwapBufferPool(self._io.handle, 1, budget)
-        except BaseException:
-            self._close_files()
-            raise
+        self._io, self._store, pool, self._close_files = open_swap_with_pool(self, folder, aio_handle, 1, budget)
         self._cache = UnitCache(self._parts.units, self._store, self._io, pool)
         try:
             self._cache.swap_out()

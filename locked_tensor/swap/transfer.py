@@ -155,6 +155,28 @@ def open_swap(
     return io, store, weakref.finalize(owner, _close, io, store)
 
 
+def open_swap_with_pool(
+    owner: object,
+    folder: Union[FolderPath, Iterable[FolderPath]],
+    handle: Optional[AioHandle],
+    buffers: int,
+    buffer_bytes: int,
+    **options: int,
+) -> tuple[SwapIo, SwapStore, SwapBufferPool, Callable[[], object]]:
+    """The same, and a pool of locked memory of the handle's.
+
+    Raises:
+        OSError, LockLimitError: no file or no memory; then there is neither.
+    """
+    io, store, close_files = open_swap(owner, folder, handle, **options)
+    try:
+        pool = SwapBufferPool(io.handle, buffers, buffer_bytes)
+    except BaseException:
+        close_files()
+        raise
+    return io, store, pool, close_files
+
+
 def _close(io: SwapIo, store: SwapStore) -> None:
     try:
         io.close()
