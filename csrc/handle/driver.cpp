@@ -651,8 +651,9 @@ uint32_t Driver::new_piece() {
 // --- workers ------------------------------------------------------------------------------------
 
 bool Driver::has_worker_work() const {
-  return !backlog_.empty() || !ready_.empty() || !to_scatter_.empty() ||
-         staged_reads_ > kStagedReadsLeftToWaiter || (event_fd_ >= 0 && quiet_ > 0);
+  return !backlog_.empty() || (!ready_.empty() && submitting_threads_ == 0) ||
+         !to_scatter_.empty() || staged_reads_ > kStagedReadsLeftToWaiter ||
+         (event_fd_ >= 0 && quiet_ > 0);
 }
 
 // Tells other threads that there may be work for them.

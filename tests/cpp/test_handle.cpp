@@ -374,8 +374,8 @@ class GatedEngine : public ScriptedEngine {
 
   int64_t submit(std::span<const Request> requests) override {
     std::unique_lock<std::mutex> lock(mutex_);
-    batches.push_back(requests.size());
-    if (batches.size() == 1) {
+    batches_.push_back(requests.size());
+    if (batches_.size() == 1) {
       is_submitting_.set_value();
       gate_.wait(lock, [this] { return is_open_; });
     }
@@ -388,10 +388,14 @@ class GatedEngine : public ScriptedEngine {
     gate_.notify_all();
   }
 
-  std::vector<size_t> batches;
+  std::vector<size_t> batches() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return batches_;
+  }
 
  private:
   std::mutex mutex_;
+  std::vector<size_t> batches_;
   std::condition_variable gate_;
   bool is_open_ = false;
   std::promise<void> is_submitting_;
@@ -422,7 +426,7 @@ TEST_CASE("what other threads start during a submit goes down in the next one, t
   start(3);
   engine.open();
   first.join();
-  CHECK(engine.batches == std::vector<size_t>{1, 3});
   CHECK(handle.wait() == 4);
+  CHECK(engine.batches() == std::vector<size_t>{1, 3});
   CHECK(file_bytes(tmpfs.file("file")) == Bytes(256, std::byte{7}));
 }
