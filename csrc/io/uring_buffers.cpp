@@ -88,6 +88,9 @@ int32_t UringBuffers::enter(const Stretch& stretch) {
   const int result = io_uring_register_buffers_update_tag(ring_, static_cast<unsigned>(place),
                                                           &buffer, nullptr, 1);
   if (result < 0) {
+    if (places_.empty()) {
+      close();
+    }
     return result;
   }
   if (free_places_.empty()) {
@@ -133,6 +136,17 @@ void UringBuffers::give_back(int32_t place) {
   io_uring_register_buffers_update_tag(ring_, static_cast<unsigned>(place), &nothing, nullptr, 1);
   places_.erase(lent.stretch);
   free_places_.push_back(place);
+  if (places_.empty()) {
+    close();
+  }
+}
+
+// Under the mutex.
+void UringBuffers::close() {
+  io_uring_queue_exit(ring_);
+  delete std::exchange(ring_, nullptr);
+  lent_.clear();
+  free_places_.clear();
 }
 
 }  // namespace locked_tensor

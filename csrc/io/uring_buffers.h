@@ -37,11 +37,12 @@ class UringBuffers {
 
   UringBuffers() = default;
   bool open();
+  void close();
   int32_t enter(const Stretch& stretch);
   void forget_in_child();
 
   std::mutex mutex_;
-  io_uring* ring_ = nullptr;  // leaked, as its process's
+  io_uring* ring_ = nullptr;  // while something is lent
   bool is_refused_ = false;   // the kernel has no such thing
   std::vector<Lent> lent_;    // by place, the slot in ring_
   std::vector<int32_t> free_places_;

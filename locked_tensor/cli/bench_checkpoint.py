@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import IO, Callable, Optional, cast
 
@@ -13,6 +12,7 @@ import torch
 
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.disk import work_folder
 from locked_tensor.cli.measure import Cost, interleaved
 from locked_tensor.cli.peers import safetensors_torch
 
@@ -35,8 +35,8 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
     if shutil.disk_usage(folder).free < 4 * nbytes:
         raise ValueError(f"{folder} has too little free space: this writes up to {3 * nbytes:,} bytes")
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
-        return _Bench(Path(work), nbytes, rounds).run()
+    with work_folder(folder, "bench") as work:
+        return _Bench(work, nbytes, rounds).run()
 
 
 def model_of(nbytes: int) -> StateDict:

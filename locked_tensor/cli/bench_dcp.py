@@ -10,12 +10,12 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable
 
 from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.disk import work_folder
 
 RANKS = 2
 TENSORS = 32  # of each rank
@@ -34,7 +34,7 @@ def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
     """Bandwidths and ratios of `dcp.save` (fsynced) and `dcp.load` (of files that are not cached)."""
     if shutil.disk_usage(folder).free < 3 * nbytes:
         raise ValueError(f"{folder} has too little free space: this writes {2 * nbytes:,} bytes")
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
+    with work_folder(folder, "bench") as work:
         seconds = _run_ranks(work, nbytes, rounds)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     found = [Figure(f"DCP {name}", nbytes / value / 1e9, "GB/s") for name, value in medians.items()]
@@ -45,11 +45,11 @@ def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
     return found
 
 
-def _run_ranks(folder: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
+def _run_ranks(folder: Path, nbytes: int, rounds: int) -> dict[str, list[float]]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", "-m", __name__, folder, str(nbytes // RANKS), str(rounds)]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), str(nbytes // RANKS), str(rounds)]
     ranks = [
         subprocess.Popen(
             command,

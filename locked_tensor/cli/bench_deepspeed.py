@@ -10,12 +10,12 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
 from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.disk import work_folder
 from locked_tensor.cli.zero_training import MARK, Settings
 
 LAYERS = 12
@@ -58,7 +58,7 @@ def _step_seconds(
     """Medians of both engines, step by step in turn, after one step each that is not counted."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     trainings: dict[bool, Training] = {}
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
+    with work_folder(folder, "bench") as work:
         try:
             for is_ours in (True, False):
                 settings = Settings(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -14,7 +13,7 @@ import torch
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure, add_disk_options, add_output_options, show
 from locked_tensor.cli.bench_files import compare_files
-from locked_tensor.cli.disk import check_space, may_wear
+from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
 from locked_tensor.cli.peers import deepspeed_aio, fio_figures
 
@@ -51,10 +50,10 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def figures(folder: Path, nbytes: int, rounds: int, is_compared: bool = False) -> list[Figure]:
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
-        bench = _Bench(Path(work), nbytes, rounds)
+    with work_folder(folder, "bench") as work:
+        bench = _Bench(work, nbytes, rounds)
         found = bench.run()
-        return found + compare_files(Path(work), bench.pool, rounds) if is_compared else found
+        return found + compare_files(work, bench.pool, rounds) if is_compared else found
 
 
 class _Bench:

@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from rich.console import Console
 
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure, add_json_option, show
+from locked_tensor.cli.disk import work_folder
 from locked_tensor.cli.soak_program import Program, Tally, with_signals
 
 SLICE_SECONDS = 5.0
@@ -58,8 +58,8 @@ def run(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--minutes must be positive, got {chosen.minutes}")
     if shutil.disk_usage(chosen.folder).free < ROOM_BYTES:
         raise ValueError(f"{chosen.folder} has too little free space: this needs {ROOM_BYTES:,} bytes")
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-soak-", dir=chosen.folder) as work:
-        soak = Soak(Path(work), chosen.seed)
+    with work_folder(chosen.folder, "soak") as work:
+        soak = Soak(work, chosen.seed)
         soak.run(60 * chosen.minutes)
     show(f"bench soak --seed {chosen.seed}", soak.figures(), chosen.json)
     console = Console(highlight=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import tempfile
 from pathlib import Path
 from typing import Any, Callable
 
@@ -12,7 +11,7 @@ import torch
 
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure, add_folder_options, add_output_options, show
-from locked_tensor.cli.disk import check_space, may_wear
+from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
 
 BUDGET = 512 << 20
@@ -42,13 +41,13 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def figures(folder: Path, parameters: int, rounds: int) -> list[Figure]:
-    with tempfile.TemporaryDirectory(prefix="locked-tensor-bench-", dir=folder) as work:
+    with work_folder(folder, "bench") as work:
         return [
-            *_optimizer(Path(work), parameters, rounds, fused=False),
-            *_optimizer(Path(work), parameters, rounds, fused=True),
-            *_forward(Path(work), parameters, rounds, batch=1),
-            *_forward(Path(work), parameters, rounds, batch=512),
-            *_activations(Path(work), parameters, rounds),
+            *_optimizer(work, parameters, rounds, fused=False),
+            *_optimizer(work, parameters, rounds, fused=True),
+            *_forward(work, parameters, rounds, batch=1),
+            *_forward(work, parameters, rounds, batch=512),
+            *_activations(work, parameters, rounds),
         ]
 
 

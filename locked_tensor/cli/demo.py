@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import shutil
 import stat
-import tempfile
 import time
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import locked_tensor as lt
+from locked_tensor.cli.disk import work_folder
 
 MADE_BYTES = 64 << 20
 ODD_BYTES = 13  # more, so that the end does not align
@@ -51,11 +50,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(source: Optional[Path], folder: Path, console: Optional[Console] = None) -> int:
     console = console or Console()
-    work = Path(tempfile.mkdtemp(prefix="locked-tensor-demo-", dir=folder))
-    try:
+    with work_folder(folder, "demo") as work:
         return _run_in(work, source or _made_file(work, _lockable_bytes(console)), console)
-    finally:
-        shutil.rmtree(work)
 
 
 def _lockable_bytes(console: Console) -> int:

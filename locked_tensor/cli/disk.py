@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Iterator, Sequence
 
 from rich.console import Console
 
@@ -21,6 +23,21 @@ def check_space(folder: Path, nbytes: int) -> None:
             f"{folder} has too little free space: this writes files of {nbytes:,} bytes in all, "
             f"{usage.free:,} are free, and a twentieth of the disk ({usage.total // 20:,}) shall stay so"
         )
+
+
+@contextlib.contextmanager
+def work_folder(folder: Path, command: str) -> Iterator[Path]:
+    """A new folder in `folder` for a command's files, removed with them.
+
+    Its name is known before it is made: an interrupt at any moment leaves nothing behind.
+    """
+    path = folder / f"locked-tensor-{command}-{secrets.token_hex(4)}"
+    try:
+        path.mkdir(mode=0o700)
+        yield path
+    finally:
+        if path.exists():
+            shutil.rmtree(path)
 
 
 def may_wear(folders: Sequence[Path], nbytes: int, is_agreed: bool) -> bool:

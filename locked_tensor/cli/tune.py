@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from locked_tensor.cli.disk import check_space, may_wear
+from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.peers import fio_figures
 from locked_tensor.cli.plot import plot_heat_maps, plot_path
 from locked_tensor.cli.search import OPERATIONS, Search
@@ -98,10 +97,10 @@ def trial_in(folders: Sequence[Path], nbytes: int) -> Iterator[Trial]:
     """A trial with its files in folders of their own, which are removed."""
     with contextlib.ExitStack() as stack:
         made = [
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="locked-tensor-tune-", dir=folder))
+            stack.enter_context(work_folder(folder, "tune"))
             for folder in folders
         ]
-        yield Trial([Path(each) for each in made], nbytes)
+        yield Trial(made, nbytes)
 
 
 def find(trial: Trial, seconds: float) -> Search:

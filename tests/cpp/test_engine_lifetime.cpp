@@ -196,6 +196,7 @@ TEST_CASE("what two engines have as fixed buffers is pinned once, until both hav
   const Folder disk(Folder::Where::kDisk);
   const uint64_t before = vm_pinned_kib();
   for (const std::string& name : usable_engines()) {
+    const auto descriptors = open_descriptors();
     auto first = make(name, 4);
     if (first->buffer_slots() == 0 || name == "scripted") continue;
     INFO(name);
@@ -230,5 +231,6 @@ TEST_CASE("what two engines have as fixed buffers is pinned once, until both hav
     CHECK(result_of(*second, write) == 4096);
     second.reset();
     CHECK(pinned_becomes(0));
+    CHECK(open_descriptors() == descriptors + 1);  // the file's
   }
 }
