@@ -98,8 +98,20 @@ def add_disk_options(parser: argparse.ArgumentParser, nbytes: int) -> None:
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """`--folder` and `--yes`, for what may write so much that it wears a drive."""
+    add_folder_option(parser)
+    parser.add_argument("--yes", action="store_true", help="no warning that writing wears a drive")
+
+
+def add_folder_option(parser: argparse.ArgumentParser) -> None:
     """What every measurement of a disk asks for."""
     parser.add_argument(
         "--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)"
     )
-    parser.add_argument("--yes", action="store_true", help="no warning that writing wears a drive")
+
+
+def add_rounds_option(parser: argparse.ArgumentParser, rounds: int = 5) -> None:
+    """How often each thing is done, in turn with the others."""
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"rounds of each measurement (default: {rounds})"
+    )

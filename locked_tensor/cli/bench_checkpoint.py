@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 from typing import IO, Callable, Optional, cast
 
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_json_option, show
-from locked_tensor.cli.disk import work_folder
+from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, add_rounds_option, show
+from locked_tensor.cli.disk import check_space, forget_cached, sync_file, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
 from locked_tensor.cli.peers import safetensors_torch
 
 StateDict = dict[str, torch.Tensor]
 LAYERS = 64  # each a matrix and a vector
 WIDTH = 4096
+FILES = 4  # of --bytes, room for: what is replaced stays until the new one is whole
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("checkpoint", help="saving and loading a state dict", description=__doc__)
     add_json_option(parser)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)")
+    add_folder_option(parser)
     parser.add_argument("--bytes", type=int, default=2 << 30, help="of the state dict, about (default: 2 GiB)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
+    add_rounds_option(parser)
     parser.set_defaults(
         run=lambda chosen: show("bench checkpoint", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json)
     )
 
 
 def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
-    if shutil.disk_usage(folder).free < 4 * nbytes:
-        raise ValueError(f"{folder} has too little free space: this writes up to {3 * nbytes:,} bytes")
+    check_space(folder, FILES * nbytes)
     with work_folder(folder, "bench") as work:
         return _Bench(work, nbytes, rounds).run()
 
@@ -126,7 +125,7 @@ class _Bench:
             if name in fresh:
                 lt.empty_cache()
             for each in (torch_path, path):
-                _evict(each)
+                forget_cached(each)
 
         fresh = ["lt.load, memory fresh, small pages", "lt.load, memory fresh"]
         reused = "lt.load, memory reused"
@@ -156,21 +155,7 @@ def _named(peers: list[str]) -> str:
 
 def _synced(save: Callable[[], object], path: Path) -> None:
     save()
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _evict(path: Path) -> None:
-    """Drops the file's pages from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    sync_file(path)
 
 
 def _touch(loaded: StateDict) -> None:

@@ -14,26 +14,26 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from locked_tensor.cli.bench import Figure, add_json_option, show
-from locked_tensor.cli.disk import work_folder
+from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, add_rounds_option, show
+from locked_tensor.cli.disk import check_space, forget_cached, work_folder
 
 RANKS = 2
 TENSORS = 32  # of each rank
+KINDS = ("torch's", "ours", "ours, locked")  # of saves, each with a folder of its own
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("dcp", help="torch.distributed.checkpoint, by two processes", description=__doc__)
     add_json_option(parser)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)")
+    add_folder_option(parser)
     parser.add_argument("--bytes", type=int, default=2 << 30, help="of the state of all ranks (default: 2 GiB)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
+    add_rounds_option(parser)
     parser.set_defaults(run=lambda chosen: show("bench dcp", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json))
 
 
 def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
     """Bandwidths and ratios of `dcp.save` (fsynced) and `dcp.load` (of files that are not cached)."""
-    if shutil.disk_usage(folder).free < 3 * nbytes:
-        raise ValueError(f"{folder} has too little free space: this writes {2 * nbytes:,} bytes")
+    check_space(folder, len(KINDS) * nbytes)
     with work_folder(folder, "bench") as work:
         seconds = _run_ranks(work, nbytes, rounds)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
@@ -88,8 +88,7 @@ def _measure(folder: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     plain = make_state()
     with lt.locked_memory():
         locked = make_state()
-    names = ("torch's", "ours", "ours, locked")
-    folders = {name: f"{folder}/{i}" for i, name in enumerate(names)}
+    folders = {kind: f"{folder}/{i}" for i, kind in enumerate(KINDS)}
     works: dict[str, Callable[[], object]] = {
         "save, torch's": lambda: dcp.save(plain, storage_writer=dcp.FileSystemWriter(folders["torch's"])),
         "save, ours": lambda: dcp.save(plain, storage_writer=DirectWriter(folders["ours"])),
@@ -120,12 +119,7 @@ def _forget_cached(folder: str, replaces: str | None) -> None:
         if replaces is not None:
             shutil.rmtree(replaces, ignore_errors=True)
         for path in Path(folder).rglob("*.distcp"):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            forget_cached(path)
     dist.barrier()
 
 

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import math
-import shutil
 import statistics
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
-from locked_tensor.cli.bench import Figure, add_json_option, show
-from locked_tensor.cli.disk import work_folder
+from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, show
+from locked_tensor.cli.disk import check_space, work_folder
 from locked_tensor.cli.zero_training import MARK, Settings
 
 LAYERS = 12
@@ -26,7 +25,7 @@ KINDS = {"one at a time": (5, False), "pipelined": (30, True)}  # buffers, pipel
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("deepspeed", help="DeepSpeed's ZeRO-3 step on both engines", description=__doc__)
     add_json_option(parser)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to measure (default: here)")
+    add_folder_option(parser)
     parser.add_argument("--parameters", type=int, default=50_000_000, help="of the model (default: 50 million)")
     parser.add_argument("--rounds", type=int, default=5, help="steps that are counted (default: 5)")
     parser.set_defaults(
@@ -38,9 +37,7 @@ def figures(folder: Path, parameters: int, rounds: int) -> list[Figure]:
     """Seconds of a step, and ours as a share of DeepSpeed's, without and with pipelining."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("DeepSpeed is not installed: pip install deepspeed")
-    needed = 3 * BYTES_OF_PARAMETER * parameters
-    if shutil.disk_usage(folder).free < needed:
-        raise ValueError(f"{folder} has too little free space: this writes up to {needed:,} bytes")
+    check_space(folder, 3 * BYTES_OF_PARAMETER * parameters)
     found = []
     for name, (buffer_count, is_pipelined) in KINDS.items():
         ours, theirs = _step_seconds(folder, parameters, rounds, buffer_count, is_pipelined)

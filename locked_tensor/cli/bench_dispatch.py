@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Optional
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_output_options, show
+from locked_tensor.cli.bench import Figure, add_output_options, add_rounds_option, show
 from locked_tensor.cli.measure import interleaved
 
 Works = dict[str, Callable[[], object]]
@@ -85,7 +85,7 @@ class AnswersNothing(torch.Tensor):
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("dispatch", help="operators on locked tensors, one thread", description=__doc__)
     add_output_options(parser)
-    parser.add_argument("--rounds", type=int, default=21, help="rounds of each measurement (default: 21)")
+    add_rounds_option(parser, 21)
     parser.set_defaults(run=lambda chosen: show("bench dispatch", figures(chosen.rounds), chosen.json, chosen.plot))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Callable
 
@@ -11,8 +10,9 @@ import torch
 
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure
+from locked_tensor.cli.disk import forget_cached, sync_file
 from locked_tensor.cli.measure import Cost, interleaved
-from locked_tensor.cli.peers import NixlFile, nixl_api
+from locked_tensor.cli.peers import NixlFile, nixl_api, safetensors_torch
 
 BLOCK = 1 << 20
 DEPTH = 32
@@ -71,13 +71,11 @@ def _savers(work: Path, tensor: torch.Tensor, rounds: int) -> list[Figure]:
             "ours": lambda: handle.sync_pread(tensor, paths["ours"]),
             "torch": lambda: torch.load(paths["torch"], weights_only=True),
         }
-        if _is_installed("safetensors"):
-            from safetensors.torch import load_file, save_file
-
-            saves["safetensors"] = lambda: save_file({"tensor": plain}, paths["safetensors"])
+        if (peer := safetensors_torch()) is not None:
+            saves["safetensors"] = lambda: peer.save_file({"tensor": plain}, paths["safetensors"])
             # A clone, because what load_file gives is a map of the file, of which nothing is read yet.
-            loads["safetensors"] = lambda: load_file(paths["safetensors"])["tensor"].clone()
-        if _is_installed("numpy"):
+            loads["safetensors"] = lambda: peer.load_file(paths["safetensors"])["tensor"].clone()
+        if importlib.util.find_spec("numpy") is not None:
             import numpy
 
             paths["numpy"] = paths["numpy"].with_suffix(".npy")
@@ -87,14 +85,14 @@ def _savers(work: Path, tensor: torch.Tensor, rounds: int) -> list[Figure]:
         def saved(name: str) -> Callable[[], None]:
             def work() -> None:
                 saves[name]()
-                _sync(paths[name])
+                sync_file(paths[name])
 
             return work
 
         saving = interleaved(
             {name: saved(name) for name in saves}, rounds, prepare=lambda name: paths[name].unlink(missing_ok=True)
         )
-        loading = interleaved(loads, rounds, prepare=lambda name: _forget(paths[name]))
+        loading = interleaved(loads, rounds, prepare=lambda name: forget_cached(paths[name]))
     for path in paths.values():
         path.unlink(missing_ok=True)
     found = []
@@ -111,24 +109,3 @@ def _bandwidth(what: str, cost: Cost, nbytes: int) -> Figure:
     return Figure(
         what, nbytes / cost.wall / 1e9, "GB/s", nbytes / cost.wall_most / 1e9, nbytes / cost.wall_least / 1e9
     )
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _forget(path: Path) -> None:
-    """Drops what the page cache holds of a file that is on the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

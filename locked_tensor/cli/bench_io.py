@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_disk_options, add_output_options, show
+from locked_tensor.cli.bench import Figure, add_disk_options, add_output_options, add_rounds_option, show
 from locked_tensor.cli.bench_files import compare_files
 from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
@@ -29,7 +29,7 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = groups.add_parser("io", help="reading and writing files", description=__doc__)
     add_output_options(parser)
     add_disk_options(parser, 1 << 30)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
+    add_rounds_option(parser)
     parser.add_argument(
         "--compare",
         action="store_true",

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_output_options, show
+from locked_tensor.cli.bench import Figure, add_output_options, add_rounds_option, show
 from locked_tensor.cli.measure import interleaved
 from locked_tensor.cli.peers import deepspeed_aio
 
@@ -26,7 +26,7 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "memory", help="allocation, reuse and lookup of locked memory", description=__doc__
     )
     add_output_options(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
+    add_rounds_option(parser)
     parser.set_defaults(run=lambda chosen: show("bench memory", figures(chosen.rounds), chosen.json, chosen.plot))
 
 

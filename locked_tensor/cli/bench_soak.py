@@ -16,7 +16,7 @@ from rich.console import Console
 
 import locked_tensor as lt
 from locked_tensor.cli.bench import Figure, add_json_option, show
-from locked_tensor.cli.disk import work_folder
+from locked_tensor.cli.disk import check_space, work_folder
 from locked_tensor.cli.soak_program import Program, Tally, with_signals
 
 SLICE_SECONDS = 5.0
@@ -56,8 +56,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Soaks, shows the figures, and returns 1 if a byte was wrong, an error lost or something grew."""
     if chosen.minutes <= 0:
         raise ValueError(f"--minutes must be positive, got {chosen.minutes}")
-    if shutil.disk_usage(chosen.folder).free < ROOM_BYTES:
-        raise ValueError(f"{chosen.folder} has too little free space: this needs {ROOM_BYTES:,} bytes")
+    check_space(chosen.folder, ROOM_BYTES)
     with work_folder(chosen.folder, "soak") as work:
         soak = Soak(work, chosen.seed)
         soak.run(60 * chosen.minutes)

@@ -1,4 +1,4 @@
-"""What a measurement owes the disk that it writes to: room left over, and a word before it wears a drive."""
+"""What a measurement owes the disk that it writes to, and what it asks of it: room, wear, files that are not cached."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ def work_folder(folder: Path, command: str) -> Iterator[Path]:
     finally:
         if path.exists():
             shutil.rmtree(path)
+
+
+def sync_file(path: Path) -> None:
+    """The file is on the device when this returns (fsync(2))."""
+    with _descriptor(path) as fd:
+        os.fsync(fd)
+
+
+def forget_cached(path: Path) -> None:
+    """Drops what the page cache holds of the file, once that is on the device."""
+    with _descriptor(path) as fd:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def may_wear(folders: Sequence[Path], nbytes: int, is_agreed: bool) -> bool:
