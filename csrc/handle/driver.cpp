@@ -108,7 +108,9 @@ void Driver::notify(int event_fd) {
   }
   Lock lock(mutex_);
   event_fd_ = own.get();
-  event_fds_.push_back(std::move(own));
+  if (own.is_open()) {
+    event_fds_.push_back(std::move(own));
+  }
   announce();
 }
 

@@ -133,9 +133,12 @@ void UringBuffers::give_back(int32_t place) {
     return;
   }
   const iovec nothing{nullptr, 0};
-  io_uring_register_buffers_update_tag(ring_, static_cast<unsigned>(place), &nothing, nullptr, 1);
+  const int cleared = io_uring_register_buffers_update_tag(ring_, static_cast<unsigned>(place),
+                                                           &nothing, nullptr, 1);
   places_.erase(lent.stretch);
-  free_places_.push_back(place);
+  if (cleared == 1) {
+    free_places_.push_back(place);  // else its pages stay until the ring goes
+  }
   if (places_.empty()) {
     close();
   }

@@ -15,11 +15,9 @@
 #include <utility>
 
 #include "os/align.h"
+#include "os/mapping.h"
 #include "os/memory_room.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
-#endif
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << 26)
 #endif
@@ -109,7 +107,7 @@ void touch_pages(std::byte* begin, size_t bytes) {
 // 0 or errno. Falls back to touching where the kernel does not know the advice; never for hugetlb,
 // where a touch that finds the pool empty is a SIGBUS.
 int populate_share(std::byte* begin, size_t bytes, bool may_touch) {
-  while (::madvise(begin, bytes, MADV_POPULATE_WRITE) != 0) {
+  while (::madvise(begin, bytes, kPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) {
       continue;
     }

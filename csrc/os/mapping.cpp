@@ -14,10 +14,6 @@ namespace locked_tensor {
 
 namespace {
 
-// madvise(2), Linux 5.14; younger than some build hosts' headers.
-constexpr int kPopulateRead = 22;   // MADV_POPULATE_READ
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
-
 struct MapsLine {
   uintptr_t begin;
   uintptr_t end;

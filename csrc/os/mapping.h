@@ -6,6 +6,10 @@
 
 namespace locked_tensor {
 
+// Advice for madvise(2) from Linux 5.14; younger than some build hosts' headers.
+constexpr int kPopulateRead = 22;   // MADV_POPULATE_READ
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+
 struct Mapping {
   bool is_shared = false;  // MAP_SHARED
   bool is_file = false;    // has a file behind it (tmpfs too)

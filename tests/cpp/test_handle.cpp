@@ -52,6 +52,15 @@ void write_file(const std::string& path, const Bytes& bytes) {
   file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<long>(bytes.size()));
 }
 
+TransferSpec write_of(Bytes& data, const std::string& path, int64_t offset) {
+  TransferSpec spec;
+  spec.operation = Operation::kWrite;
+  spec.memory.emplace_back(data.data(), data.size());
+  spec.file = path;
+  spec.file_offset_bytes = offset;
+  return spec;
+}
+
 // One operation of a program, with its own memory: locked or not, contiguous or strided.
 struct Step {
   Operation operation;
@@ -333,12 +342,7 @@ TEST_CASE("the million-and-first pending transfer waits for room") {
   AioHandle handle(options, std::make_unique<ScriptedEngine>(Script{}, 2));
   Bytes data(64);
   for (int i = 0; i < 1000; ++i) {
-    TransferSpec spec;
-    spec.operation = Operation::kWrite;
-    spec.memory.emplace_back(data.data(), data.size());
-    spec.file = tmpfs.file("file");
-    spec.file_offset_bytes = 64 * i;
-    handle.start(std::move(spec), Report::kWait);
+    handle.start(write_of(data, tmpfs.file("file"), 64 * i), Report::kWait);
   }
   CHECK(handle.wait() == 1000);
   CHECK(file_bytes(tmpfs.file("file")).size() == 64000);
@@ -351,11 +355,7 @@ TEST_CASE("an eventfd hears of what was in flight before it was given") {
   // This engine signals, as kernel AIO does, only for what is submitted from then on.
   AioHandle handle(options, std::make_unique<ScriptedEngine>(Script{}, 8));
   Bytes data(64);
-  TransferSpec spec;
-  spec.operation = Operation::kWrite;
-  spec.memory.emplace_back(data.data(), data.size());
-  spec.file = tmpfs.file("file");
-  const auto transfer = handle.start(std::move(spec), Report::kTicket);
+  const auto transfer = handle.start(write_of(data, tmpfs.file("file"), 0), Report::kTicket);
   const UniqueFd events(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   handle.notify(events.get());
   pollfd waiting{events.get(), POLLIN, 0};
@@ -412,12 +412,7 @@ TEST_CASE("what other threads start during a submit goes down in the next one, t
   AioHandle handle(options, std::move(owned));
   Bytes data(64, std::byte{7});
   const auto start = [&](int i) {
-    TransferSpec spec;
-    spec.operation = Operation::kWrite;
-    spec.memory.emplace_back(data.data(), data.size());
-    spec.file = tmpfs.file("file");
-    spec.file_offset_bytes = 64 * i;
-    handle.start(std::move(spec), Report::kWait);
+    handle.start(write_of(data, tmpfs.file("file"), 64 * i), Report::kWait);
   };
   std::thread first([&] { start(0); });
   engine.wait_for_submit();
