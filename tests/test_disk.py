@@ -1,12 +1,14 @@
 """What a measurement owes the disk: room left over, and a word before it wears a drive."""
 
 import io
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from locked_tensor.cli.disk import WEARING_BYTES, check_space, may_wear
+from locked_tensor.cli.disk import WEARING_BYTES, check_space, may_wear, work_folder
 
 
 class Terminal(io.StringIO):
@@ -19,6 +21,18 @@ def test_check_space_leaves_a_twentieth_free(disk_folder, monkeypatch):
     check_space(disk_folder, 250)
     with pytest.raises(ValueError, match="too little free space: this writes files of 251 bytes in all, 300"):
         check_space(disk_folder, 251)
+
+
+def test_an_interrupt_while_the_work_folder_is_made_leaves_nothing(disk_folder, monkeypatch):
+    def make_and_interrupt(path, mode):
+        os.mkdir(path, mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", make_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        with work_folder(disk_folder, "test"):
+            pytest.fail("there is no folder to work in")
+    assert os.listdir(disk_folder) == []
 
 
 def test_wear_is_not_mentioned_for_little_or_with_yes(disk_folder, capsys):
