@@ -191,6 +191,7 @@ bool Driver::step(Lock& lock, uint64_t needed, int64_t timeout_ns, bool* was_int
     return reap(lock, completions_to_wait_for(needed), timeout_ns, was_interrupted);
   }
   // Another thread has in its hands what is left.
+  was_turned_away_ = is_reaping_;
   auto wait = std::chrono::nanoseconds(kLookUp);
   if (timeout_ns >= 0) {
     wait = std::min(wait, std::chrono::nanoseconds(timeout_ns));
@@ -442,6 +443,11 @@ bool Driver::reap(Lock& lock, uint64_t wait_for, int64_t timeout_ns, bool* was_i
       engine_->reap(completions, std::min<uint64_t>(wait_for, kReapBatch), timeout_ns);
   lock.lock();
   is_reaping_ = false;
+  if (std::exchange(was_turned_away_, false)) {
+    // Who polls comes after a signal, and found this thread at it, perhaps too late for what had
+    // come.
+    signal();
+  }
   *was_interrupted = count == -EINTR || (count == 0 && wait_for > 0);
   LT_CHECK(count >= 0 || count == -EINTR || count == -ETIME || count == -EAGAIN,
            "the engine " + std::string(engine_->name()) + " cannot be reaped: errno " +
@@ -634,6 +640,11 @@ void Driver::end_if_last(Lock& lock, const std::shared_ptr<Transfer>& transfer) 
   ++stats_.operations;
   on_done_(transfer);
   changed_.notify_all();
+  signal();
+}
+
+// Has whoever polls the eventfd come and look.
+void Driver::signal() {
   if (event_fd_ >= 0) {
     // Fails only when the counter is full, and then the reader has been told.
     static_cast<void>(::eventfd_write(event_fd_, 1));

@@ -118,6 +118,7 @@ class Driver {
   uint64_t completions_to_wait_for(uint64_t needed) const;
   bool has_worker_work() const;
   void announce();
+  void signal();
   void work();
 
   const HandleOptions options_;
@@ -148,6 +149,7 @@ class Driver {
   uint64_t busy_threads_ = 0;
   uint64_t submitting_threads_ = 0;  // in the engine's submit
   bool is_reaping_ = false;
+  bool was_turned_away_ = false;  // somebody wanted to reap meanwhile
   bool is_stopping_ = false;
   int event_fd_ = -1;
   int64_t quiet_ = 0;      // quiet pieces in the engine; behind for a moment, as in_engine_ is

@@ -425,3 +425,72 @@ TEST_CASE("what other threads start during a submit goes down in the next one, t
   CHECK(engine.batches() == std::vector<size_t>{1, 3});
   CHECK(file_bytes(tmpfs.file("file")) == Bytes(256, std::byte{7}));
 }
+
+namespace {
+
+// Takes the first two requests together and gives them one by one, each when it is let go.
+class HoldingEngine : public ScriptedEngine {
+ public:
+  HoldingEngine() : ScriptedEngine(Script{}, 2) {}
+
+  int64_t reap(std::span<Completion> completions, size_t wait_for, int64_t timeout_ns) override {
+    if (wait_for == 0) return 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++reaps_;
+    if (reaps_ > 2) return ScriptedEngine::reap(completions, wait_for, timeout_ns);
+    const unsigned number = reaps_;
+    if (number == 1) REQUIRE(ScriptedEngine::reap(first_, 2, timeout_ns) == 2);
+    if (number == 2) is_holding_.set_value();
+    gate_.wait(lock, [&] { return let_go_ >= number; });
+    completions[0] = first_[number - 1];
+    return 1;
+  }
+  void wait_for_holding() { is_holding_.get_future().wait(); }
+  void let_go() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++let_go_;
+    gate_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable gate_;
+  unsigned reaps_ = 0;
+  unsigned let_go_ = 0;
+  Completion first_[2];
+  std::promise<void> is_holding_;
+};
+
+}  // namespace
+
+TEST_CASE("who polls while another thread reaps is signalled again") {
+  const Folder tmpfs(Folder::Where::kTmpfs);
+  HandleOptions options;
+  options.queue_depth = 2;
+  options.block_size_bytes = 4096;
+  auto owned = std::make_unique<HoldingEngine>();
+  HoldingEngine& engine = *owned;
+  AioHandle handle(options, std::move(owned));
+  Bytes data(3 * 4096, std::byte{9});
+  const auto transfer = handle.start(write_of(data, tmpfs.file("file"), 0), Report::kTicket);
+  const UniqueFd events(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  // Two blocks are under way without it: a worker takes those, and hands over the third.
+  handle.notify(events.get());
+  engine.let_go();
+  engine.wait_for_holding();
+  eventfd_t count = 0;
+  REQUIRE(::eventfd_read(events.get(), &count) == 0);  // of the third
+  handle.poll();
+  CHECK(!handle.wait_for(transfer, 0));
+  engine.let_go();
+  pollfd waiting{events.get(), POLLIN, 0};
+  bool is_done = false;
+  while (!is_done && ::poll(&waiting, 1, 10'000) == 1) {
+    REQUIRE(::eventfd_read(events.get(), &count) == 0);
+    handle.poll();
+    is_done = handle.wait_for(transfer, 0);
+  }
+  CHECK(is_done);
+  CHECK(handle.wait() == 1);
+  CHECK(file_bytes(tmpfs.file("file")) == data);
+}
