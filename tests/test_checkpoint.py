@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import resource
 import stat
 import subprocess
 import sys
@@ -369,16 +368,11 @@ def test_a_process_that_dies_while_saving_leaves_the_old_file(disk_folder):
 
 
 @pytest.mark.parametrize("nbytes", [3 << 20, 100], ids=["large", "small"])
-def test_a_save_that_fails_leaves_what_was_there(disk_folder, nbytes):
+def test_a_save_that_fails_leaves_what_was_there(disk_folder, files_of_at_most, nbytes):
     path = disk_folder / "file"
     lt.save({"a": torch.zeros(10)}, path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
-    try:
-        with pytest.raises(OSError) as raised:
-            lt.save({"big": torch.ones(nbytes, dtype=torch.uint8)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(2048), pytest.raises(OSError) as raised:
+        lt.save({"big": torch.ones(nbytes, dtype=torch.uint8)}, path)
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
     assert os.listdir(disk_folder) == ["file"]
     assert_same(lt.load(path), {"a": torch.zeros(10)})

@@ -4,7 +4,6 @@ import errno
 import gc
 import io
 import os
-import resource
 import stat
 import zipfile
 
@@ -173,18 +172,10 @@ def test_where_no_file_can_be_opened_it_says_so_at_once(handle, folder):
     assert os.listdir(folder) == []
 
 
-@pytest.fixture
-def no_file_beyond_64_kib():
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_refusal_is_raised_by_a_later_write_once(handle, folder, no_file_beyond_64_kib):
+def test_a_refusal_is_raised_by_a_later_write_once(handle, folder, files_of_at_most):
     path = folder / "file"
     writer = lt.open_writer(handle, path, buffer_bytes=BUFFER)
-    with pytest.raises(OSError) as raised:
+    with files_of_at_most(1 << 16), pytest.raises(OSError) as raised:
         for _ in range(20):
             writer.write(bytes(BUFFER))
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
@@ -198,10 +189,10 @@ def test_a_refusal_is_raised_by_a_later_write_once(handle, folder, no_file_beyon
 
 
 @pytest.mark.parametrize("end", ["close", "flush", "fsync"])
-def test_a_refusal_is_raised_by_what_meets_it(handle, folder, no_file_beyond_64_kib, end):
+def test_a_refusal_is_raised_by_what_meets_it(handle, folder, files_of_at_most, end):
     writer = lt.open_writer(handle, folder / "file", buffer_bytes=1 << 20)
     writer.write(bytes(100_000))
-    with pytest.raises(OSError) as raised:
+    with files_of_at_most(1 << 16), pytest.raises(OSError) as raised:
         getattr(writer, end)()
     assert raised.value.errno == errno.EFBIG
     writer.close()
@@ -209,15 +200,16 @@ def test_a_refusal_is_raised_by_what_meets_it(handle, folder, no_file_beyond_64_
     handle.wait()
 
 
-def test_in_a_with_block_the_refusal_is_the_error(handle, folder, no_file_beyond_64_kib):
-    with pytest.raises(OSError) as raised, lt.open_writer(handle, folder / "file", buffer_bytes=BUFFER) as writer:
-        writer.write(bytes(1 << 20))
+def test_in_a_with_block_the_refusal_is_the_error(handle, folder, files_of_at_most):
+    with files_of_at_most(1 << 16), pytest.raises(OSError) as raised:
+        with lt.open_writer(handle, folder / "file", buffer_bytes=BUFFER) as writer:
+            writer.write(bytes(1 << 20))
     assert raised.value.errno == errno.EFBIG
     assert writer.closed
 
 
-def test_torch_save_ends_with_the_refusal(handle, folder, no_file_beyond_64_kib):
-    with pytest.raises((OSError, RuntimeError)):
+def test_torch_save_ends_with_the_refusal(handle, folder, files_of_at_most):
+    with files_of_at_most(1 << 16), pytest.raises((OSError, RuntimeError)):
         with lt.open_writer(handle, folder / "file", buffer_bytes=BUFFER) as writer:
             torch.save(torch.ones(1 << 20), writer)
     assert writer.closed
