@@ -411,7 +411,7 @@ def open_descriptors() -> int:
 
 
 def test_one_failure_among_eight_is_raised_and_the_others_are_done(handle, folder):
-    handle.sync_pwrite(pattern(1000), folder / "warm")
+    handle.sync_pwrite(pattern(100_000), folder / "warm")  # the file is cached, the chunks registered
     before = open_descriptors()
     data = [pattern(100_000, seed=i) for i in range(8)]
     for i, tensor in enumerate(data):
