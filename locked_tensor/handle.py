@@ -179,16 +179,21 @@ class AioHandle(_C.AioHandleBase):
     def close(self) -> None:
         """Finishes what is in flight and releases everything. Idempotent.
 
-        Raises what `wait` would have raised.
+        Raises what `wait` would have raised. What a signal handler raises while it waits leaves the
+        handle open: close it again.
         """
-        _open_handles.discard(self)
         try:
             super().close()
         finally:
-            with _events_lock:
-                events, self._completion_events = self._completion_events, None
-            if events is not None:
-                events.wake()  # every ticket has ended
+            if self.closed:
+                self._forget_open()
+
+    def _forget_open(self) -> None:
+        _open_handles.discard(self)
+        with _events_lock:
+            events, self._completion_events = self._completion_events, None
+        if events is not None:
+            events.wake()  # every ticket has ended
 
     _completion_events: Optional[CompletionEvents] = None
 

@@ -13,8 +13,9 @@ from locked_tensor.tensor import tag
 def lock(tensor: torch.Tensor) -> torch.Tensor:
     """A locked copy of a tensor; the same object if it is locked already.
 
-    The copy is a `LockedTensor` with the tensor's values, dtype, strides and `requires_grad`, is a leaf,
-    and is an `nn.Parameter` if the tensor is one. That of a tensor without elements is an empty view of
+    The copy is a `LockedTensor` with the tensor's values, dtype and `requires_grad`, and its strides where
+    it is dense (as `torch.empty_like` has it; gaps and repeats are not copied). It is a leaf, and an
+    `nn.Parameter` if the tensor is one. That of a tensor without elements is an empty view of
     locked memory. `lock_` locks without copying.
 
     Raises:

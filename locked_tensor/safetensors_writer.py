@@ -78,7 +78,7 @@ def _checked(name: Any, tensor: Any) -> torch.Tensor:
         raise ValueError(f"{name!r} has no bytes here: a {type(tensor).__name__} on device {tensor.device}")
     if not isinstance(tensor, LockedTensor) and is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, which wraps others; save what it wraps")
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"{name!r} must be a strided tensor (to_dense() makes one), got layout {tensor.layout}")
     if tensor.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} has dtype {tensor.dtype}, which the safetensors format does not have")

@@ -71,7 +71,7 @@ def read_settings(path: Union[str, "os.PathLike[str]"], best_for: Optional[str] 
     """
     if best_for not in (None, *_BEST_FOR):
         raise ValueError(f'best_for must be "read", "write" or None, got {best_for!r}')
-    with open(path, encoding="utf-8") as file:
+    with open(os.fspath(path), encoding="utf-8") as file:  # a number would be a descriptor, and closed
         try:
             whole = json.load(file)
         except ValueError as error:

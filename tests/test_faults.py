@@ -200,6 +200,61 @@ def test_an_exception_of_a_signal_handler_leaves_the_wait_and_loses_nothing(disk
         assert os.path.getsize(disk_folder / "file") == data.nbytes
 
 
+@pytest.mark.parametrize("is_write", [False, True])
+def test_wait_waits_for_a_call_that_a_signal_handler_left(engine, disk_folder, is_write):
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    path = disk_folder / "file"
+    data = locked_bytes(256 << 20)
+    old = signal.signal(signal.SIGALRM, stop)
+    try:
+        with lt.aio_handle(65536, 2, engine=engine) as handle:
+            data.fill_(5)
+            handle.sync_pwrite(data, path)
+            data.fill_(6)
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            try:
+                (handle.sync_pwrite if is_write else handle.sync_pread)(data, path)
+            except Stop:
+                assert handle.wait() in (0, 1)  # 0 where it ended just before the signal was heard
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            expected = 6 if is_write else 5
+            assert bool((data == expected).all())
+            assert set(path.read_bytes()) == {expected}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_a_close_that_a_signal_handler_left_is_done_again(disk_folder):
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    data = locked_bytes(512 << 20)
+    data.fill_(7)
+    handle = lt.aio_handle(65536, 1)
+    handle.async_pwrite(data, disk_folder / "file")
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        handle.close()
+    except Stop:
+        assert not handle.closed
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    handle.close()
+    assert handle.closed
+    assert set((disk_folder / "file").read_bytes()) == {7}
+
+
 def test_a_signal_handler_may_close_the_handle_that_is_waited_on(disk_folder):
     data = locked_bytes(512 << 20)
     data.fill_(6)

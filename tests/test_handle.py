@@ -1,5 +1,6 @@
 """The aio handle as its users see it: every size, offset, engine and file system; errors; manners."""
 
+import errno
 import gc
 import hashlib
 import os
@@ -8,6 +9,7 @@ import re
 import stat
 import threading
 
+import numpy
 import pytest
 import torch
 
@@ -689,6 +691,37 @@ def test_a_ticket_can_be_awaited(handle, disk_folder):
 
     with pytest.raises(FileNotFoundError):
         asyncio.run(missing())
+
+
+def test_fsync_of_a_fifo_is_an_error_at_once(handle, disk_folder):
+    os.mkfifo(disk_folder / "fifo")
+    with pytest.raises(OSError) as caught:
+        handle.fsync(disk_folder / "fifo")
+    assert caught.value.errno == errno.EINVAL and caught.value.filename == str(disk_folder / "fifo")
+
+
+@pytest.mark.parametrize("offset", [1.5, numpy.float32(3.7), torch.tensor(4.5), "1", None])
+def test_an_offset_that_is_no_whole_number_is_refused(handle, disk_folder, offset):
+    path = disk_folder / "file"
+    data = torch.ones(16, dtype=torch.uint8)
+    for call in (handle.sync_pwrite, handle.async_pwrite, handle.submit_pwrite):
+        with pytest.raises(TypeError):
+            call(data, path, offset)
+    with pytest.raises(TypeError, match="file_offset is an int"):
+        handle.submit_batch([("write", data, path, offset)])
+    assert not path.exists()
+    handle.sync_pwrite(data, path, numpy.int64(3))
+    handle.sync_pwrite(data, path, torch.tensor(4))
+    assert path.read_bytes() == bytes(3) + bytes([1]) * 17
+
+
+@pytest.mark.parametrize("number", [4096.5, numpy.float32(4096), torch.tensor(4096.0)])
+def test_settings_that_are_no_whole_numbers_are_refused(number):
+    for setting in ("block_size", "queue_depth", "intra_op_parallelism", "max_pending"):
+        with pytest.raises(TypeError):
+            lt.aio_handle(**{setting: number})
+    with lt.aio_handle() as handle, pytest.raises(TypeError):
+        handle.new_cpu_locked_tensor(number, torch.empty(0))
 
 
 def test_fsync_takes_paths_and_descriptors(handle, disk_folder):

@@ -122,6 +122,7 @@ HUGE = torch.zeros(1).expand(1 << 60)
         ({"__metadata__": torch.ones(1)}, ValueError, "cannot be named"),
         ({"\ud800": torch.ones(1)}, ValueError, "cannot be named"),
         ({"a": torch.eye(3).to_sparse()}, TypeError, "strided"),
+        ({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, TypeError, "strided"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, ValueError, "does not have"),
         ({"a": torch.ones(1, device="meta")}, ValueError, "has no bytes"),
     ],

@@ -279,3 +279,12 @@ def test_what_was_discarded_is_gone_and_its_room_is_used_again(handle, disk_fold
     with pytest.raises(ValueError, match="closed"):
         swapper.swap_out("a", torch.zeros(1))
     assert os.listdir(disk_folder) == []
+
+
+def test_a_pool_larger_than_the_machine_is_refused_at_once():
+    reserved = lt.memory_reserved()
+    with lt.aio_handle() as handle:
+        for count, buffer_bytes in ((1 << 62, 4096), (1 << 34, 4096), (1, 1 << 61)):
+            with pytest.raises(lt.LockLimitError, match="memory are available"):
+                SwapBufferPool(handle, count, buffer_bytes)
+    assert lt.memory_reserved() == reserved

@@ -182,3 +182,10 @@ def test_the_line_that_is_shown_makes_the_handle_that_is_saved(disk_folder):
         for name in ("get_block_size", "get_queue_depth", "get_intra_op_parallelism"):
             assert getattr(shown, name)() == getattr(read, name)()
         assert shown.engine == read.engine == "threads"
+
+
+@pytest.mark.parametrize("number", [True, 1, -1])
+def test_from_file_takes_no_descriptor(number):
+    with pytest.raises(TypeError):
+        lt.AioHandle.from_file(number)
+    os.fstat(1)

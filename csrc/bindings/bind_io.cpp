@@ -160,6 +160,11 @@ void bind_method(py::class_<PyHandle>& handle, const std::string& name,
   }
 }
 
+// Bytes. No float, of whatever library, is taken for a whole number.
+py::arg_v file_offset_argument() {
+  return py::arg("file_offset").noconvert() = 0;
+}
+
 template <Operation kOperation>
 void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
   using Tensor = const at::Tensor&;
@@ -173,7 +178,7 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
         return 0;
       },
       docs::kSimple[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
-      py::arg("file_offset") = 0);
+      file_offset_argument());
   bind_method<kOperation>(
       handle, "p" + name,
       +[](bool durable, PyHandle& self, Tensor buffer, Object filename, bool validate,
@@ -182,13 +187,13 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
         return is_async ? start_async(self, std::move(made)) : run_sync(self, std::move(made));
       },
       docs::kEither[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
-      py::arg("async"), py::arg("file_offset") = 0);
+      py::arg("async"), file_offset_argument());
   bind_method<kOperation>(
       handle, "sync_p" + name,
       +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset) {
         return run_sync(self, spec_of(kOperation, {buffer}, filename, file_offset, durable));
       },
-      docs::kSync[index], py::arg("buffer"), py::arg("filename"), py::arg("file_offset") = 0);
+      docs::kSync[index], py::arg("buffer"), py::arg("filename"), file_offset_argument());
   bind_method<kOperation>(
       handle, "async_p" + name,
       +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset,
@@ -197,7 +202,7 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
             self, spec_of(kOperation, {buffer}, one_file(filename, fd), file_offset, durable));
       },
       docs::kAsync[index], py::arg("buffer"), py::arg("filename") = py::none(),
-      py::arg("file_offset") = 0, py::kw_only(), py::arg("fd") = py::none());
+      file_offset_argument(), py::kw_only(), py::arg("fd") = py::none());
   bind_method<kOperation>(
       handle, "_submit_p" + name,
       +[](bool durable, PyHandle& self, Tensor buffer, Object file, int64_t file_offset) {
@@ -206,7 +211,7 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
           return handle.start(std::move(made), Report::kTicket);
         }));
       },
-      py::arg("buffer"), py::arg("file"), py::arg("file_offset") = 0);
+      py::arg("buffer"), py::arg("file"), file_offset_argument());
   bind_method<kOperation>(
       handle, "p" + name + "v",
       +[](bool durable, PyHandle& self, const std::vector<at::Tensor>& buffers, Object file,
@@ -215,7 +220,7 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
         return self.without_gil(
             [&](AioHandle& handle) { return handle.run(std::move(made), check_signals); });
       },
-      docs::kVectored[index], py::arg("buffers"), py::arg("file"), py::arg("file_offset") = 0);
+      docs::kVectored[index], py::arg("buffers"), py::arg("file"), file_offset_argument());
 }
 
 std::vector<IoTicket> submit_batch(PyHandle& self, const py::iterable& requests) {
@@ -275,12 +280,13 @@ void bind_handle(py::module_& module) {
                options.max_pending_transfers = not_negative("max_pending", max_pending);
                return std::make_unique<PyHandle>(options);
              }),
-             py::arg("block_size"), py::arg("queue_depth"), py::arg("single_submit"),
-             py::arg("overlap_events"), py::arg("intra_op_parallelism"), py::kw_only(),
+             py::arg("block_size").noconvert(), py::arg("queue_depth").noconvert(),
+             py::arg("single_submit"), py::arg("overlap_events"),
+             py::arg("intra_op_parallelism").noconvert(), py::kw_only(),
              py::arg("engine") = defaults.engine, py::arg("direct") = "auto",
-             py::arg("staging_bytes") = defaults.staging_bytes,
-             py::arg("vector_run_bytes") = defaults.vector_run_bytes,
-             py::arg("max_pending") = defaults.max_pending_transfers);
+             py::arg("staging_bytes").noconvert() = defaults.staging_bytes,
+             py::arg("vector_run_bytes").noconvert() = defaults.vector_run_bytes,
+             py::arg("max_pending").noconvert() = defaults.max_pending_transfers);
   const auto option = [&](const char* name, auto member, const char* doc) {
     handle.def(
         name, [member](PyHandle& self) { return self.get().options().*member; }, doc);

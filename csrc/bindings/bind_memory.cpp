@@ -234,7 +234,8 @@ py::dict arena_stats() {
 void bind_memory(py::module_& module) {
   register_errors();
   module.def("is_switch_installed", &is_allocator_switch_installed);
-  module.def("new_claimed_tensor", &new_claimed_tensor);
+  module.def("new_claimed_tensor", &new_claimed_tensor, py::arg("count").noconvert(),
+             py::arg("dtype"));
   module.def("free_claimed_tensor", &free_claimed_tensor);
   module.def("free_claimed_at", &free_claimed_at, py::arg("address"));
   module.def("check_copyable", &check_copyable);

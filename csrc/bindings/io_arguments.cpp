@@ -160,15 +160,16 @@ Layout device_layout(Operation operation, const at::Tensor& buffer, TensorKeepAl
                 });
 }
 
+// Strictly: no float, of whatever library, is taken for a whole number.
 template <typename T>
 T field_of(const py::sequence& request, size_t index, const char* wanted) {
   const py::object field = request[index];
-  try {
-    return py::cast<T>(field);
-  } catch (const py::cast_error&) {
+  py::detail::make_caster<T> caster;
+  if (!caster.load(field, false)) {
     throw py::type_error(std::string("a request's ") + wanted + ", got " +
                          std::string(py::repr(field)));
   }
+  return py::detail::cast_op<T>(std::move(caster));
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ constexpr const char* kSync[] = {
 filename is a path or an open descriptor (an int).
 
 Raises OSError with errno and filename, or ShortReadError (an EOFError) where the file ends before the
-buffer is full; what the buffer holds is then unspecified.)",
+buffer is full; what the buffer holds is then unspecified. After what a signal handler raises the
+operation goes on: wait() waits for it.)",
     R"(Writes the whole buffer to the file at file_offset (bytes) and returns 1, the operations completed.
 
 filename is a path or an open descriptor (an int).
@@ -36,7 +37,8 @@ handle has the path open, fsync(2) of its folder. A descriptor's folder is its o
 Without it, the bytes are visible to every reader at once, and a power cut may lose them; one
 fsync() after many writes costs less than a durable=True for each.
 
-Raises OSError with errno and filename; the file's size is then at most what was written.)"};
+Raises OSError with errno and filename; the file's size is then at most what was written. After what a
+signal handler raises the operation goes on: wait() waits for it.)"};
 
 constexpr const char* kAsync[] = {
     R"(Starts what sync_pread does and returns 0. wait() waits for it and raises its failure.

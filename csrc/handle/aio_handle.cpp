@@ -300,11 +300,28 @@ std::shared_ptr<Transfer> AioHandle::start(TransferSpec spec, Report report) {
 
 uint64_t AioHandle::run(TransferSpec spec, const OnInterrupt& on_interrupt) {
   const std::shared_ptr<Transfer> transfer = start(std::move(spec), Report::kCaller);
-  wait_for(transfer, -1, on_interrupt);
+  try {
+    wait_for(transfer, -1, on_interrupt);
+  } catch (...) {
+    leave_to_wait(*transfer);
+    throw;
+  }
   if (transfer->failure != nullptr) {
     std::rethrow_exception(transfer->failure);
   }
   return transfer->bytes;
+}
+
+// A caller that was interrupted goes, and its transfer goes on: wait() is for it as for any other.
+void AioHandle::leave_to_wait(Transfer& transfer) {
+  std::lock_guard<std::mutex> lock(driver()->mutex());
+  if (!transfer.is_done) {
+    transfer.report = Report::kWait;
+    transfer.epoch = epoch_;
+    ++pending_by_epoch_[epoch_];
+  } else if (transfer.failure != nullptr) {
+    failures_.emplace(transfer.sequence, transfer.failure);
+  }
 }
 
 // --- waiting ------------------------------------------------------------------------------------
@@ -431,7 +448,7 @@ void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on
     name = "<file descriptor " + std::to_string(fd) + ">";
   } else {
     name = std::get<std::string>(file);
-    own = locked_tensor::open_file(name, O_RDONLY);
+    own = locked_tensor::open_file(name, O_RDONLY | O_NONBLOCK);  // a FIFO is refused, not awaited
     fd = own.get();
   }
   driver->drive([&] { return driver->live_transfers() == 0 ? 0 : 1; }, -1, on_interrupt);

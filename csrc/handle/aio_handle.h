@@ -115,6 +115,7 @@ class AioHandle {
   auto with_descriptors(Driver& driver, Open open);
   void note_done(const std::shared_ptr<Transfer>& transfer);
   void note_told(Transfer& transfer);
+  void leave_to_wait(Transfer& transfer);
   uint64_t wait_with(Driver& driver, const OnInterrupt& on_interrupt);
 
   const HandleOptions options_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import os
 import queue
 import threading
 import time
@@ -46,6 +47,9 @@ class _Buffers:
 
     def __init__(self, handle: AioHandle, count: int, buffer_bytes: int) -> None:
         example = torch.empty(0, dtype=torch.uint8)
+        if count * buffer_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            # All at once is refused at once, with the reason; one by one would fill the machine first.
+            handle.new_cpu_locked_tensor(min(count * buffer_bytes, 1 << 62), example)
         self.tensors = [handle.new_cpu_locked_tensor(buffer_bytes, example) for _ in range(count)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.free = [FreeSpace(buffer_bytes) for _ in range(count)]
