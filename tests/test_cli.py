@@ -1,5 +1,6 @@
 """The command line's main job: the demo, its errors and exit statuses."""
 
+import functools
 import json
 import os
 import signal
@@ -146,7 +147,10 @@ def test_interleaved_takes_turns_and_prepares_untimed():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_ended_leaves_nothing(disk_folder, number):
     arguments = ["tune", "--folder", str(disk_folder), "--bytes", str(8 << 20), "--seconds", "60", "--yes"]
-    with subprocess.Popen([sys.executable, "-m", "locked_tensor", *arguments], stderr=subprocess.PIPE, text=True) as ended:
+    command = [sys.executable, "-m", "locked_tensor", *arguments]
+    # What a shell starts with `&` ignores SIGINT, and so would all that these tests start.
+    hears = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears) as ended:
         deadline = time.monotonic() + 60
         while not os.listdir(disk_folder) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -217,8 +217,8 @@ bool Driver::submit_some(Lock& lock, bool is_inline) {
   while (in_flight_ + ready_.size() < depth_ && ready_.size() < most && cut_next(lock, is_inline)) {
     did_something = true;
   }
-  if (ready_.empty() || in_flight_ >= depth_) {
-    return did_something;
+  if (ready_.empty() || in_flight_ >= depth_ || (is_inline && submitting_threads_ > 0)) {
+    return did_something;  // whoever is submitting takes them along with what else has come
   }
   const size_t count = std::min({ready_.size(), depth_ - in_flight_, most});
   std::vector<Request> requests;
@@ -232,12 +232,14 @@ bool Driver::submit_some(Lock& lock, bool is_inline) {
   }
   in_flight_ += count;
   const uint32_t refusals = refusals_;
+  ++submitting_threads_;
   lock.unlock();
   if (refusals > 0) {
     std::this_thread::sleep_for(std::chrono::microseconds(10 * std::min(refusals, 100u)));
   }
   const int64_t accepted = engine_->submit(requests);
   lock.lock();
+  --submitting_threads_;
   const size_t taken = accepted > 0 ? static_cast<size_t>(accepted) : 0;
   in_engine_ += taken;
   quiet_ += is_quiet ? static_cast<int64_t>(taken) : 0;
@@ -649,8 +651,9 @@ uint32_t Driver::new_piece() {
 // --- workers ------------------------------------------------------------------------------------
 
 bool Driver::has_worker_work() const {
-  return !backlog_.empty() || !ready_.empty() || !to_scatter_.empty() ||
-         staged_reads_ > kStagedReadsLeftToWaiter || (event_fd_ >= 0 && quiet_ > 0);
+  return !backlog_.empty() || (!ready_.empty() && submitting_threads_ == 0) ||
+         !to_scatter_.empty() || staged_reads_ > kStagedReadsLeftToWaiter ||
+         (event_fd_ >= 0 && quiet_ > 0);
 }
 
 // Tells other threads that there may be work for them.

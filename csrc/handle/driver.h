@@ -146,6 +146,7 @@ class Driver {
   uint64_t live_ = 0;     // transfers started and not ended
   uint64_t drivers_ = 0;  // threads in drive()
   uint64_t busy_threads_ = 0;
+  uint64_t submitting_threads_ = 0;  // in the engine's submit
   bool is_reaping_ = false;
   bool is_stopping_ = false;
   int event_fd_ = -1;

@@ -12,10 +12,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <string>
 
 #include "io/sync_file.h"
+#include "io/uring_buffers.h"
 #include "os/fork.h"
 
 namespace locked_tensor {
@@ -27,6 +29,7 @@ constexpr uint8_t kReadvFixed = 60;
 constexpr uint8_t kWritevFixed = 61;
 // Fixed buffers that a ring's table holds; the kernel allows 16384.
 constexpr int32_t kBufferSlots = 1024;
+constexpr int32_t kOwnPlace = -1;  // of a slot that this ring has registered itself
 
 // Plain rings: with SINGLE_ISSUER no other thread could clear a slot. Submitting has a mutex of its
 // own; reaping touches only the completion queue, one thread at a time (Engine's contract).
@@ -73,6 +76,9 @@ class UringEngine : public Engine {
       reap(completions, 1, -1);
     }
     io_uring_queue_exit(&ring_);
+    for (const auto& [slot, place] : places_) {
+      give_back(place);
+    }
   }
 
   const char* name() const override { return "io_uring"; }
@@ -140,10 +146,31 @@ class UringEngine : public Engine {
       }
       has_table_ = true;
     }
-    const iovec buffer{data, bytes};
-    const int result = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(slot),
-                                                            &buffer, nullptr, 1);
-    return result < 0 ? result : 0;
+    if (slot < 0 || slot >= kBufferSlots) {
+      return -EINVAL;
+    }
+    const iovec nothing{nullptr, 0};
+    const int cleared = put(slot, nothing);
+    if (cleared < 0 || data == nullptr) {
+      return cleared;
+    }
+    // See Note [Shared buffers].
+    if (places_.empty() || slot > places_.rbegin()->first) {
+      const int32_t place =
+          UringBuffers::process().lend(ring_, static_cast<unsigned>(slot), data, bytes);
+      if (place >= 0) {
+        places_.emplace(slot, place);
+        return 0;
+      }
+      if (place != -EOPNOTSUPP) {
+        return place;
+      }
+    }
+    const int result = put(slot, iovec{data, bytes});
+    if (result == 0) {
+      places_.emplace(slot, kOwnPlace);
+    }
+    return result;
   }
 
   int32_t buffer_slots() const override { return kBufferSlots; }
@@ -161,6 +188,26 @@ class UringEngine : public Engine {
   [[noreturn]] void give_up(int errno_value, const std::string& tried) {
     io_uring_queue_exit(&ring_);
     throw KernelError(errno_value, tried);
+  }
+
+  // Puts a buffer of the ring's own into a slot, or nothing, in place of what was there.
+  int put(int32_t slot, const iovec& buffer) {
+    const int result = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(slot),
+                                                            &buffer, nullptr, 1);
+    if (result < 0) {
+      return result;
+    }
+    if (const auto used = places_.find(slot); used != places_.end()) {
+      give_back(used->second);
+      places_.erase(used);
+    }
+    return 0;
+  }
+
+  static void give_back(int32_t place) {
+    if (place != kOwnPlace) {
+      UringBuffers::process().give_back(place);
+    }
   }
 
   // Empties the submission queue of what the kernel left there, or it would go with the next
@@ -223,6 +270,7 @@ class UringEngine : public Engine {
   size_t depth_ = 0;
   bool has_fixed_vectors_ = false;
   bool has_table_ = false;
+  std::map<int32_t, int32_t> places_;  // in UringBuffers, of each slot in use
   std::mutex submit_mutex_;
   std::atomic<size_t> in_kernel_{0};
 };

@@ -110,14 +110,17 @@ struct LockedArena::Impl {
     return free_bytes() + grown - exact <= cache_limit ? grown : exact;
   }
 
-  // Takes out of the heaps what exceeds `most_bytes`, least recently freed first. The caller unmaps
-  // it after the mutex is given back.
+  // Takes out of the heaps what exceeds `most_bytes`, least recently freed first, and no more than
+  // whole huge pages make it. The caller unmaps it after the mutex is given back.
   std::vector<LockedPages> take_excess(uint64_t most_bytes) {
     std::vector<LockedPages> excess;
     for (Kind& kind : kinds) {
+      // A huge page goes as a whole: half of one is many small ones.
+      const size_t unit =
+          kind.options.huge_pages == HugePages::kOff ? page_bytes() : kHugePageBytes;
       std::vector<Run> kept;
       while (free_bytes() > most_bytes) {
-        std::optional<Run> run = kind.heap.take_oldest();
+        std::optional<Run> run = kind.heap.take_oldest(free_bytes() - most_bytes, unit);
         if (!run) {
           break;
         }

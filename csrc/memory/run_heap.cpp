@@ -1,5 +1,6 @@
 #include "memory/run_heap.h"
 
+#include "os/align.h"
 #include "os/status.h"
 
 namespace locked_tensor {
@@ -37,14 +38,24 @@ void RunHeap::give(Run run) {
   insert(run, next_age_++);
 }
 
-std::optional<Run> RunHeap::take_oldest() {
+std::optional<Run> RunHeap::take_oldest(size_t at_least_bytes, size_t unit_bytes) {
   if (by_age_.empty()) {
     return std::nullopt;
   }
   const auto place = by_address_.find(by_age_.begin()->second);
-  const Run run{place->first, place->second.bytes};
+  const Run whole{place->first, place->second.bytes};
+  const uint64_t age = place->second.age;
   erase(place);
-  return run;
+  if (whole.bytes <= at_least_bytes) {
+    return whole;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(whole.data);
+  const size_t bytes = align_up(begin + at_least_bytes, unit_bytes) - begin;
+  if (bytes >= whole.bytes) {
+    return whole;
+  }
+  insert(Run{whole.data + bytes, whole.bytes - bytes}, age);
+  return Run{whole.data, bytes};
 }
 
 void RunHeap::insert(Run run, uint64_t age) {

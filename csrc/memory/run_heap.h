@@ -28,8 +28,9 @@ class RunHeap {
   std::optional<Run> take(size_t bytes);
   // Gives back a run; it becomes the youngest.
   void give(Run run);
-  // Takes out the least recently freed run, for unmapping.
-  std::optional<Run> take_oldest();
+  // Takes the least recently freed run out, for unmapping, or of it that many bytes, up to a
+  // multiple of `unit_bytes`; the rest keeps its age.
+  std::optional<Run> take_oldest(size_t at_least_bytes, size_t unit_bytes);
 
   uint64_t free_bytes() const { return free_bytes_; }
 

@@ -91,7 +91,7 @@ TEST_CASE("sizes around every power of two are exact and aligned") {
   CHECK(vm_locked_bytes() == before);
 }
 
-TEST_CASE("a freed block is reused, and the cache limit holds to the byte") {
+TEST_CASE("a freed block is reused, and what exceeds the cache limit goes, not more") {
   LockedArena arena;
   arena.set_cache_limit(uint64_t{64} << 20);
   Block* block = arena.allocate(8 << 20, PageOptions{});
@@ -110,10 +110,23 @@ TEST_CASE("a freed block is reused, and the cache limit holds to the byte") {
   CHECK(block->data == data);
   arena.set_cache_limit(4 << 20);
   LockedArena::release(block);
-  CHECK(arena.stats().cached_bytes <= 4 << 20);
+  CHECK(arena.stats().cached_bytes == 4 << 20);
   arena.empty_cache();
   CHECK(arena.stats().reserved_bytes == 0);
   CHECK(arena.stats().segments == 0);
+}
+
+TEST_CASE("what is cut from the oldest free run is whole pages: huge ones where it may have them") {
+  for (const auto& [huge_pages, kept] :
+       {std::pair{HugePages::kOff, (3 << 20) - 4096}, std::pair{HugePages::kAuto, 2 << 20}}) {
+    LockedArena arena;
+    PageOptions options;
+    options.huge_pages = huge_pages;
+    arena.set_cache_limit((3 << 20) - 1);
+    LockedArena::release(arena.allocate(8 << 20, options));
+    CHECK(arena.stats().cached_bytes == static_cast<uint64_t>(kept));
+    CHECK(arena.stats().reserved_bytes == static_cast<uint64_t>(kept));
+  }
 }
 
 TEST_CASE("blocks of another kind of pages are never mixed in") {

@@ -190,3 +190,45 @@ TEST_CASE("signals do not lose completions") {
   }
   ::sigaction(SIGUSR1, &old, nullptr);
 }
+
+TEST_CASE("what two engines have as fixed buffers is pinned once, until both have cleared it") {
+  LockedPages pages(1 << 20, PageOptions{});
+  const Folder disk(Folder::Where::kDisk);
+  const uint64_t before = vm_pinned_kib();
+  for (const std::string& name : usable_engines()) {
+    auto first = make(name, 4);
+    if (first->buffer_slots() == 0 || name == "scripted") continue;
+    INFO(name);
+    auto second = make(name, 4);
+    const UniqueFd fd = open_file(disk.file(name), O_RDWR | O_CREAT | O_DIRECT);
+    Request write = request_for(Operation::kWrite, fd.get(), pages.data(), 4096, 0);
+    write.buffer_slot = 5;
+    const auto pinned_becomes = [&](uint64_t kib) {
+      // The kernel takes a ring apart in the background.
+      for (int i = 0; i < 500 && vm_pinned_kib() != before + kib; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      return vm_pinned_kib() == before + kib;
+    };
+    REQUIRE(first->set_buffer(2, pages.data(), pages.size()) == 0);
+    REQUIRE(second->set_buffer(5, pages.data(), pages.size()) == 0);
+    CHECK(vm_pinned_kib() == before + 1024);
+    // Below what is in use: registered apart, and nothing behind it is lost.
+    REQUIRE(second->set_buffer(4, pages.data(), 4096) == 0);
+    CHECK(result_of(*second, write) == 4096);
+    write.buffer_slot = 4;
+    CHECK(result_of(*second, write) == 4096);
+    REQUIRE(second->set_buffer(4, nullptr, 0) == 0);
+    write.buffer_slot = 5;
+    first.reset();
+    CHECK(pinned_becomes(1024));
+    CHECK(result_of(*second, write) == 4096);
+    REQUIRE(second->set_buffer(5, nullptr, 0) == 0);
+    CHECK(pinned_becomes(0));
+    CHECK(result_of(*second, write) == -EFAULT);
+    REQUIRE(second->set_buffer(5, pages.data(), pages.size()) == 0);
+    CHECK(result_of(*second, write) == 4096);
+    second.reset();
+    CHECK(pinned_becomes(0));
+  }
+}

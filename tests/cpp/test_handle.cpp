@@ -8,9 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <fstream>
+#include <future>
+#include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "handle/aio_handle.h"
@@ -359,4 +363,70 @@ TEST_CASE("an eventfd hears of what was in flight before it was given") {
   CHECK(handle.wait_for(transfer, 0));
   CHECK(handle.wait() == 1);
   handle.notify(-1);
+}
+
+namespace {
+
+// Keeps its first submit until it is let go, and remembers how many requests came at a time.
+class GatedEngine : public ScriptedEngine {
+ public:
+  GatedEngine() : ScriptedEngine(Script{}, 8) {}
+
+  int64_t submit(std::span<const Request> requests) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    batches_.push_back(requests.size());
+    if (batches_.size() == 1) {
+      is_submitting_.set_value();
+      gate_.wait(lock, [this] { return is_open_; });
+    }
+    return ScriptedEngine::submit(requests);
+  }
+  void wait_for_submit() { is_submitting_.get_future().wait(); }
+  void open() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_open_ = true;
+    gate_.notify_all();
+  }
+
+  std::vector<size_t> batches() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return batches_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<size_t> batches_;
+  std::condition_variable gate_;
+  bool is_open_ = false;
+  std::promise<void> is_submitting_;
+};
+
+}  // namespace
+
+TEST_CASE("what other threads start during a submit goes down in the next one, together") {
+  const Folder tmpfs(Folder::Where::kTmpfs);
+  HandleOptions options;
+  options.queue_depth = 8;
+  auto owned = std::make_unique<GatedEngine>();
+  GatedEngine& engine = *owned;
+  AioHandle handle(options, std::move(owned));
+  Bytes data(64, std::byte{7});
+  const auto start = [&](int i) {
+    TransferSpec spec;
+    spec.operation = Operation::kWrite;
+    spec.memory.emplace_back(data.data(), data.size());
+    spec.file = tmpfs.file("file");
+    spec.file_offset_bytes = 64 * i;
+    handle.start(std::move(spec), Report::kWait);
+  };
+  std::thread first([&] { start(0); });
+  engine.wait_for_submit();
+  start(1);
+  start(2);
+  start(3);
+  engine.open();
+  first.join();
+  CHECK(handle.wait() == 4);
+  CHECK(engine.batches() == std::vector<size_t>{1, 3});
+  CHECK(file_bytes(tmpfs.file("file")) == Bytes(256, std::byte{7}));
 }
