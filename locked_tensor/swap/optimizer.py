@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_gradients import SwappedGradients
+from locked_tensor.swap.optimizer_masters import MASTER, MASTER_DTYPE, check_master, stand_in, with_gradient
 from locked_tensor.swap.optimizer_records import SMALLEST_BUFFER, StateRecords, is_elementwise, step_without_hooks
+from locked_tensor.swap.optimizer_scaling import scaling_of
 from locked_tensor.swap.optimizer_state import State, local
 from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks
 from locked_tensor.swap.pool import buffer_bytes_within
@@ -79,6 +81,7 @@ class SwappedOptimizer(Optimizer):
         pipeline: bool = True,
         min_bytes: int = 65536,
         swap_gradients: bool = False,
+        master_weights: bool = False,
         on_progress: Optional[Callable[[int, int], None]] = None,
         **kwargs: Any,
     ) -> None:
@@ -90,6 +93,9 @@ class SwappedOptimizer(Optimizer):
         self._min_bytes = max(min_bytes, 1)
         self._on_progress = on_progress
         self._gradients: Optional[SwappedGradients] = None
+        self._has_masters = master_weights
+        self._step_supports_amp_scaling = master_weights  # see Note [Scaling]
+        self._unscale: Optional[float] = None
         self._steps = 0
         self._is_closed = False
 
@@ -110,6 +116,7 @@ class SwappedOptimizer(Optimizer):
             kwargs,
             min_bytes=self._min_bytes,
             has_gradients=swap_gradients,
+            has_masters=master_weights,
         )
         self._pipeline = Pipeline(self._io, self._pool, self._update, self._min_bytes, pipeline)
         if swap_gradients:
@@ -155,17 +162,13 @@ class SwappedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            parts = self._active_parts()
-            chunks = into_chunks(parts, self._pool.buffer_bytes)
-            try:
-                self._pipeline.run(chunks, lambda done: self._report(done, len(chunks)))
-            except (OSError, EOFError) as error:
-                error.not_updated = self._not_updated(parts)  # type: ignore[union-attr]
-                raise
-            for owner in {id(part.piece.owner): part.piece.owner for part in parts}.values():
-                if any(piece.resident for piece in owner.pieces):
-                    self._records.lay_out_again(owner)
+        with torch.no_grad(), scaling_of(self) as scaling:
+            if scaling.is_by_scaler and self._gradients is not None and self._gradients.has_any():
+                raise RuntimeError("a GradScaler looks at param.grad, and gradients are on disk")
+            if scaling.is_skipped:
+                return loss
+            self._unscale = scaling.unscale
+            self._step_parts(self._active_parts())
         self._steps += 1
         return loss
 
@@ -190,8 +193,29 @@ class SwappedOptimizer(Optimizer):
         """
         self._check_open()
         self._group_of(param)
+        if self._records.keeps_master(param):
+            check_master(param, state)
         with torch.no_grad():
             self._records.adopt(param, state)
+
+    def refresh_master_weights(self, params: Optional[Iterable[torch.Tensor]] = None) -> None:
+        """Takes the values of these parameters, all when None, in the place of their master weights.
+
+        Call it when parameters were changed other than by a step, as by `load_state_dict` of the model:
+        else the next step updates the masters as they were, and overwrites the change. The values are
+        taken by the next step of each parameter; until then its state has no master. The rest of the
+        state stays. Costs no I/O.
+
+        Raises:
+            ValueError: this optimizer keeps no masters, or a parameter is not its own.
+        """
+        self._check_open()
+        if not self._has_masters:
+            raise ValueError("this SwappedOptimizer was made without master_weights=True")
+        chosen = None if params is None else list(params)
+        for param in chosen or ():
+            self._group_of(param)
+        self._records.drop_masters(self._records if chosen is None else chosen)
 
     def state_dict(self) -> dict[str, Any]:
         """As `optimizer_class`'s. State on disk is mapped, not read: `torch.save` streams it.
@@ -219,10 +243,7 @@ class SwappedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._inner.param_groups = self.param_groups
-        self._inner.load_state_dict(state_dict)
-        loaded, self._inner.state = dict(self._inner.state), type(self._inner.state)(dict)
-        self.param_groups = self._inner.param_groups
+        loaded, self.param_groups = self._cast_to_load(state_dict)
         self._records.forget([param for param in self._records if param not in loaded])
         with torch.no_grad():
             while loaded:
@@ -278,6 +299,29 @@ class SwappedOptimizer(Optimizer):
                 return group
         raise ValueError("the tensor is not a parameter of this optimizer")
 
+    def _cast_to_load(self, state_dict: dict[str, Any]) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
+        """The states and groups of a state dict, as the class loads them: state of the dtype that is updated."""
+        inner = self._inner
+        params = {
+            stand_in(param) if self._records.keeps_master(param) else param: param
+            for group in self.param_groups
+            for param in group["params"]
+        }
+        loading = {param: target for target, param in params.items()}
+        inner.param_groups = [
+            {**group, "params": [loading[param] for param in group["params"]]} for group in self.param_groups
+        ]
+        inner.load_state_dict(state_dict)
+        groups, inner.param_groups = inner.param_groups, []
+        state, inner.state = inner.state, type(inner.state)(dict)
+        loaded = {params[target]: each for target, each in state.items()}
+        for group in groups:
+            group["params"] = [params[target] for target in group["params"]]
+        for param, each in loaded.items():
+            if self._records.keeps_master(param):
+                check_master(param, each)
+        return loaded, groups
+
     # What is stepped
 
     def _active_parts(self) -> list[Part]:
@@ -300,9 +344,21 @@ class SwappedOptimizer(Optimizer):
 
     # Stepping
 
+    def _step_parts(self, parts: list[Part]) -> None:
+        chunks = into_chunks(parts, self._pool.buffer_bytes)
+        try:
+            self._pipeline.run(chunks, lambda done: self._report(done, len(chunks)))
+        except (OSError, EOFError) as error:
+            error.not_updated = self._not_updated(parts)  # type: ignore[union-attr]
+            raise
+        for owner in {id(part.piece.owner): part.piece.owner for part in parts}.values():
+            if any(piece.resident for piece in owner.pieces):
+                self._records.lay_out_again(owner)
+
     def _update(self, parts: list[Part]) -> None:
         """Runs the optimizer on some pieces and no others."""
-        tensors = [part.piece.tensor(part.gradient) for part in parts]
+        owned = [part.piece.tensor(part.gradient) for part in parts]
+        tensors = [self._stepped(part, own) for part, own in zip(parts, owned)]
         inner = self._inner
         groups: dict[int, dict[str, Any]] = {}
         for part, tensor in zip(parts, tensors):
@@ -318,14 +374,29 @@ class SwappedOptimizer(Optimizer):
                 inner.state[tensor] = part.state
         try:
             step_without_hooks(inner)
-            for part, tensor in zip(parts, tensors):
+            for part, own, tensor in zip(parts, owned, tensors):
                 part.state = dict(inner.state[tensor])
+                if self._records.keeps_master(part.piece.owner.param):
+                    own.copy_(tensor)
+                    part.state[MASTER] = tensor
         finally:
             inner.state.clear()
             inner.param_groups = []
-            for part, tensor in zip(parts, tensors):
+            for part, own, tensor in zip(parts, owned, tensors):
+                if tensor is not own:
+                    tensor.grad = None
                 if part.gradient is not None:
-                    tensor.grad = None  # it is on disk still
+                    own.grad = None  # it is on disk still
+
+    def _stepped(self, part: Part, own: torch.Tensor) -> torch.Tensor:
+        """What is updated, with its gradient: a master, the parameter itself, or where gradients are
+        unscaled another tensor on its memory."""
+        if self._records.keeps_master(part.piece.owner.param):
+            master = part.state.pop(MASTER, None)
+            if master is None:
+                master = own.detach().to(MASTER_DTYPE)
+            return with_gradient(master, own.grad, self._unscale)
+        return own if self._unscale is None else with_gradient(own.detach(), own.grad, self._unscale)
 
     def _not_updated(self, parts: list[Part]) -> list[torch.Tensor]:
         left = {id(part.piece.owner): part.piece.owner for part in parts if not part.is_updated}

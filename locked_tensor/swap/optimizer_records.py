@@ -7,6 +7,7 @@ from typing import Any, Iterable, Iterator, Type
 import torch
 from torch.optim import Optimizer
 
+from locked_tensor.swap.optimizer_masters import MASTER, MASTER_DTYPE, needs_master
 from locked_tensor.swap.optimizer_state import (
     Field,
     ParamState,
@@ -40,8 +41,8 @@ _ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.ASGD,
 )
-_CUT_ELEMENTS = 4096  # pieces begin at multiples, so that their bytes begin at whole pages
-SMALLEST_BUFFER = 16 * _CUT_ELEMENTS  # 16 bytes of state for an element: four of fp32
+_CUT_ELEMENTS = 2048  # pieces begin at multiples, so that their bytes, two an element, begin at whole pages
+SMALLEST_BUFFER = 32 * _CUT_ELEMENTS  # 32 bytes for an element: three of state and a gradient, all fp64
 
 
 def is_elementwise(optimizer_class: Type[Optimizer]) -> bool:
@@ -56,6 +57,7 @@ class StateRecords:
         optimizer_class: makes the state, with `options`.
         min_bytes: state tensors of smaller parameters get no room on disk.
         has_gradients: gradients of the parameters lie beside their state while it is used.
+        has_masters: so do master weights of those that need them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StateRecords:
         *,
         min_bytes: int,
         has_gradients: bool,
+        has_masters: bool,
     ) -> None:
         self._io = io
         self._store = store
@@ -76,6 +79,7 @@ class StateRecords:
         self._options = options
         self._min_bytes = min_bytes
         self._has_gradients = has_gradients
+        self._has_masters = has_masters
         self._records: dict[torch.Tensor, ParamState] = {}
         self._layouts: dict[Any, dict[str, torch.dtype]] = {}
 
@@ -87,6 +91,17 @@ class StateRecords:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._records)
+
+    def keeps_master(self, param: torch.Tensor) -> bool:
+        """Is there a master weight among the parameter's state?"""
+        return self._has_masters and needs_master(param)
+
+    def drop_masters(self, params: Iterable[torch.Tensor]) -> None:
+        """The next step of these parameters starts from their values."""
+        for param in params:
+            if param in self._records and self.keeps_master(param):
+                for piece in self._records[param].pieces:
+                    piece.drop_master()
 
     def make(self, active: list[tuple[dict[str, Any], torch.Tensor]]) -> None:
         """Records for those of these parameters, each with its group, that have none: all of them or none.
@@ -114,6 +129,10 @@ class StateRecords:
             key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
         own = local(param)
+        if MASTER in state and self.keeps_master(param):
+            state[MASTER] = state[MASTER].to(MASTER_DTYPE)
+        elif self._has_masters:
+            state.pop(MASTER, None)
         swapped = {
             key: value
             for key, value in state.items()
@@ -124,9 +143,11 @@ class StateRecords:
                 key: as_laid_out(value, own) if value.shape == own.shape else value
                 for key, value in swapped.items()
             }
-        owner = self._placed(param, lay_out(swapped))
+        room = self._empty_like(own, {MASTER: MASTER_DTYPE}) if self.keeps_master(param) else {}
+        owner = self._placed(param, lay_out({**room, **swapped}))
         for piece in owner.pieces:
-            piece.is_fresh = not state
+            piece.is_fresh = not state.keys() - {MASTER}
+            piece.has_master = MASTER in state
             piece.memory = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
                 for key, value in state.items()
@@ -152,18 +173,21 @@ class StateRecords:
 
     def _new(self, param: torch.Tensor, group: dict[str, Any]) -> ParamState:
         """Room for a parameter that has no state yet, laid out as its optimizer is going to want it."""
-        if not is_elementwise(self._optimizer_class):
-            owner = ParamState(param)
-            owner.pieces = [Piece(owner, 0, param.numel())]
-            return owner  # laid out when its state is seen
         own = local(param)
+        is_mastered = self.keeps_master(param)
+        dtypes = {MASTER: MASTER_DTYPE} if is_mastered else {}
+        if is_elementwise(self._optimizer_class):  # else laid out when its state is seen
+            dtypes |= self._state_dtypes(MASTER_DTYPE if is_mastered else own.dtype, group)
+        return self._placed(param, lay_out(self._empty_like(own, dtypes)))
+
+    def _empty_like(self, own: torch.Tensor, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """State tensors of a parameter's shape as they will be, without memory; of those that go to disk."""
         like = own if is_dense(own) else torch.empty(own.shape, dtype=own.dtype, device="meta")
-        tensors = {
+        return {
             key: torch.empty_like(like, dtype=dtype, device="meta")
-            for key, dtype in self._state_dtypes(own.dtype, group).items()
+            for key, dtype in dtypes.items()
             if own.numel() * dtype.itemsize >= self._min_bytes
         }
-        return self._placed(param, lay_out(tensors))
 
     def _placed(self, param: torch.Tensor, fields: tuple[Field, ...]) -> ParamState:
         """Room on disk for such fields, cut into pieces that fit a buffer where that may be."""
@@ -208,6 +232,8 @@ class StateRecords:
 
     def _write_whole(self, owner: ParamState, tensors: dict[str, torch.Tensor]) -> None:
         for each in owner.fields:
+            if each.key not in tensors:  # a master that is yet to start
+                continue
             tensor = tensors[each.key]
             flat = in_storage_order(tensor) if is_dense(tensor) else tensor.contiguous().view(-1)
             if owner.extent is not None:
