@@ -115,6 +115,18 @@ def test_five_steps_give_the_bits_of_masters_kept_by_hand(disk_folder, name, dty
     assert os.listdir(disk_folder) == []
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_fused_steps_give_the_same_bits(disk_folder, name):
+    cls = getattr(torch.optim, name)
+    ours, theirs = mixed(torch.float16), mixed(torch.float16)
+    plain = ByHand(theirs, cls, lr=0.01, fused=True)
+    with masters(ours, disk_folder, cls, lr=0.01, fused=True) as swapped:
+        train(theirs, plain, range(3))
+        train(ours, swapped, range(3))
+        assert_same(ours, theirs)
+        assert_same_state(plain.state_dict(), swapped.state_dict())
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sparse_adam_steps_to_the_same_bits(disk_folder, dtype):
     ours, theirs = (torch.nn.Parameter(torch.full((3000, 16), 0.3, dtype=dtype)) for _ in range(2))

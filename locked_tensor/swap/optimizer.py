@@ -46,6 +46,10 @@ class SwappedOptimizer(Optimizer):
     `state_dict` and `load_state_dict`, which are interchangeable with those of `optimizer_class`. Trains
     to the same bits as it. `state` is empty: see `get_state` and `set_state`.
 
+    A master weight starts as its parameter's value at the first step that updates it. From then on it is
+    the truth: what else changes the parameter is overwritten by its next step, unless
+    `refresh_master_weights` is called.
+
     Args:
         params: as `optimizer_class` takes them. On the CPU.
         optimizer_class: every class of `torch.optim` but LBFGS, or your own whose state is tensors and
@@ -60,6 +64,10 @@ class SwappedOptimizer(Optimizer):
         swap_gradients: gradients go to disk too, as backward makes them, and add up there until
             `zero_grad`: `param.grad` is None after backward. What works on `param.grad` before the step
             (clipping, `GradScaler`) then finds none.
+        master_weights: parameters of bfloat16 and float16 are updated in float32. A master copy of each
+            is kept with its state, is updated in its place from the gradient cast to float32, and is
+            rounded into it. Its state is float32 too. Wider parameters are their own masters. A
+            `GradScaler` then leaves unscaling to the step, and so takes float16 gradients.
         on_progress: called as `on_progress(done, total)` after each part of a step.
         **kwargs: `optimizer_class`'s own.
 
@@ -148,7 +156,7 @@ class SwappedOptimizer(Optimizer):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One optimization step; returns what the closure returns.
 
-        Parameters without a gradient cause no I/O and keep their state.
+        Parameters without a gradient cause no I/O and keep their state, a master weight included.
 
         Raises:
             OSError: the disk failed; the message names the file. Room on disk for new state is taken
@@ -156,6 +164,8 @@ class SwappedOptimizer(Optimizer):
                 later, `not_updated` of the exception lists the parameters that this step did not
                 update whole; the state of the others is complete, what could not be written of it in
                 memory, and is written by the next step.
+            RuntimeError: sparse gradients that the class does not take, or a `GradScaler` with master
+                weights while gradients are on disk. Nothing has changed.
         """
         self._check_open()
         loss = None
@@ -173,7 +183,10 @@ class SwappedOptimizer(Optimizer):
         return loss
 
     def get_state(self, param: torch.Tensor) -> State:
-        """A copy of a parameter's state, under `optimizer_class`'s names; empty before its first step."""
+        """A copy of a parameter's state, under `optimizer_class`'s names; empty before its first step.
+
+        Its master weight is `"master_param"`: float32, of its shape.
+        """
         self._check_open()
         if param not in self._records:
             self._group_of(param)
@@ -187,8 +200,10 @@ class SwappedOptimizer(Optimizer):
     def set_state(self, param: torch.Tensor, state: State) -> None:
         """Replaces a parameter's state, tensors of the shapes that `get_state` gives.
 
+        Without `"master_param"` its master weight starts from the parameter at its next step.
+
         Raises:
-            ValueError: the parameter is not this optimizer's.
+            ValueError: the parameter is not this optimizer's, or the master is of another shape.
             OSError: no room on disk; the state is as before.
         """
         self._check_open()
@@ -201,10 +216,10 @@ class SwappedOptimizer(Optimizer):
     def refresh_master_weights(self, params: Optional[Iterable[torch.Tensor]] = None) -> None:
         """Takes the values of these parameters, all when None, in the place of their master weights.
 
-        Call it when parameters were changed other than by a step, as by `load_state_dict` of the model:
-        else the next step updates the masters as they were, and overwrites the change. The values are
-        taken by the next step of each parameter; until then its state has no master. The rest of the
-        state stays. Costs no I/O.
+        Call it when parameters were changed other than by a step, as by `load_state_dict` of the model
+        without one of the optimizer: else the next step updates the masters as they were, and overwrites
+        the change. The values are those that each parameter has at its next step; until then its state
+        has no master. The rest of its state stays. Costs no I/O.
 
         Raises:
             ValueError: this optimizer keeps no masters, or a parameter is not its own.
@@ -221,6 +236,8 @@ class SwappedOptimizer(Optimizer):
         """As `optimizer_class`'s. State on disk is mapped, not read: `torch.save` streams it.
 
         Later steps show in the mapped tensors, as they do in torch's own; clone what must not change.
+        Master weights are in it as `"master_param"` of each parameter's state, float32 and of the
+        parameter's shape: with the parameters themselves all that a run needs to go on to the same bits.
         """
         self._check_open()
         for param in self._records:
@@ -235,8 +252,12 @@ class SwappedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of `optimizer_class` gave, tensor by tensor.
 
+        With master weights, state of parameters that have them is loaded as float32, and a master that it
+        has none of starts from its parameter at its next step. The parameters stay as they are.
+
         Raises:
-            ValueError: it has other groups or numbers of parameters.
+            ValueError: it has other groups or numbers of parameters, or a master of another shape;
+                nothing has changed.
             OSError: no room on disk.
         """
         self._check_open()
