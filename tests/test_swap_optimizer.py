@@ -525,6 +525,19 @@ def test_gradients_on_disk_add_up_and_step_to_the_same_bits(disk_folder, name):
     assert os.listdir(disk_folder) == []
 
 
+def test_float64_with_three_states_and_gradients_on_disk_fits_the_smallest_budget(disk_folder):
+    ours, theirs = (torch.nn.Parameter(torch.ones(150, 150, dtype=torch.float64)) for _ in range(2))
+    plain = torch.optim.Adam([theirs], amsgrad=True)
+    with make([ours], disk_folder, torch.optim.Adam, amsgrad=True, swap_gradients=True) as swapped:
+        for param, optimizer in ((theirs, plain), (ours, swapped)):
+            for _ in range(3):
+                optimizer.zero_grad()
+                param.square().sum().backward()
+                optimizer.step()
+        assert torch.equal(ours, theirs)
+        assert_same_state(plain.state_dict(), swapped.state_dict())
+
+
 def test_an_accumulated_gradient_whose_write_failed_is_not_forgotten(disk_folder, files_of_at_most):
     param = torch.nn.Parameter(torch.zeros(64, 1024))
     with make([param], disk_folder, torch.optim.SGD, swap_gradients=True) as swapped:

@@ -60,6 +60,10 @@ class SwappedGradients:
         """Is a gradient on disk, or on its way there?"""
         return param in self._on_disk and self._on_disk[param].is_there
 
+    def has_any(self) -> bool:
+        """Has any parameter a gradient on disk?"""
+        return any(each.is_there for each in self._on_disk.values())
+
     def clear(self) -> None:
         """As `zero_grad`: no parameter has a gradient on disk."""
         for each in self._on_disk.values():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from locked_tensor.errors import InternalError
+from locked_tensor.swap.optimizer_masters import MASTER
 from locked_tensor.swap.store import Extent, page_aligned
 
 State = dict[str, Any]
@@ -41,6 +42,17 @@ class Piece:
     memory: State = field(default_factory=dict)  #: what stays in memory: scalars, small tensors
     resident: dict[str, torch.Tensor] = field(default_factory=dict)  #: whole state that is not on disk
     is_fresh: bool = True  #: no step yet: the optimizer makes its state
+    has_master: bool = False  #: else the next step starts one from the parameter
+
+    def holds(self, key: str) -> bool:
+        """Was the piece's part of this field ever given a value?"""
+        return self.has_master if key == MASTER else not self.is_fresh
+
+    def drop_master(self) -> None:
+        """The next step starts from the parameter again."""
+        self.has_master = False
+        self.memory.pop(MASTER, None)
+        self.resident.pop(MASTER, None)
 
     def nbytes_of(self, each: Field) -> int:
         return (self.stop - self.start) * each.dtype.itemsize if self.owner.is_cut else each.nbytes
@@ -100,11 +112,10 @@ class ParamState:
     def whole(self) -> State:
         """The state as the optimizer knows it, under its parameter; tensors on disk are mapped."""
         first = self.pieces[0]
-        if first.is_fresh:
-            return {}
         state = dict(first.memory)
         for each in self.fields:
-            state[each.key] = self._on_disk(each)
+            if first.holds(each.key):
+                state[each.key] = self._on_disk(each)
         for key in first.resident.keys() - state.keys():
             state[key] = self._in_memory(key)
         return {key: as_global(value, self.param) for key, value in state.items()}
@@ -118,6 +129,8 @@ class ParamState:
         for piece in self.pieces:
             if each.key in piece.resident:  # the map is private: this changes no file
                 flat[piece.start : piece.stop] = piece.resident[each.key]
+            elif each.key == MASTER and not piece.has_master:  # a step ended between the pieces
+                flat[piece.start : piece.stop] = in_storage_order(local(self.param))[piece.start : piece.stop]
         return flat.as_strided(each.shape, each.stride)
 
     def _in_memory(self, key: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Optional
 import torch
 
 from locked_tensor.errors import InternalError
+from locked_tensor.swap.optimizer_masters import MASTER
 from locked_tensor.swap.optimizer_state import Field, Piece, State
 from locked_tensor.swap.pool import Lease, SwapBufferPool
 from locked_tensor.swap.store import Extent, page_aligned
@@ -136,7 +137,7 @@ class Pipeline:
         for part in chunk.parts:
             for each, offset, nbytes in part.slots():
                 view = part.piece.view(each, chunk.memory[offset : offset + nbytes])
-                if part.piece.is_fresh:
+                if not part.piece.holds(each.key):
                     continue
                 if each.key in part.piece.resident:
                     view.copy_(part.piece.resident[each.key])
@@ -189,6 +190,7 @@ class Pipeline:
         piece = part.piece
         slots = {each.key: (each, offset, nbytes) for each, offset, nbytes in part.slots()}
         piece.memory, piece.resident, piece.is_fresh = {}, {}, False
+        piece.has_master = MASTER in part.state
         for key, value in part.state.items():
             if key in slots:
                 each, offset, nbytes = slots[key]

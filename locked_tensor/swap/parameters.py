@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
-from locked_tensor.swap.optimizer import step_without_hooks
+from locked_tensor.swap.optimizer_records import step_without_hooks
 from locked_tensor.swap.parameter_cache import UnitCache, holding
 from locked_tensor.swap.parameter_units import Unit, partition
 from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
