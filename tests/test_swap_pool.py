@@ -282,6 +282,7 @@ def test_what_was_discarded_is_gone_and_its_room_is_used_again(handle, disk_fold
 
 
 def test_a_pool_larger_than_the_machine_is_refused_at_once():
+    lt.empty_cache()
     reserved = lt.memory_reserved()
     with lt.aio_handle() as handle:
         for count, buffer_bytes in ((1 << 62, 4096), (1 << 34, 4096), (1, 1 << 61)):
