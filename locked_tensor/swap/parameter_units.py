@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Iterator, NamedTuple, Optional
 
@@ -36,6 +38,17 @@ class Entry(NamedTuple):
         return flat.as_strided(self.shape, self.stride)
 
 
+class Use:
+    """Somebody's use of units: they stay in memory until it ends, or until nobody has this object.
+
+    Whoever is interrupted before the end lets go of it all the same.
+    """
+
+    def __init__(self, will_end: bool = True) -> None:
+        self.thread = threading.get_ident()
+        self.will_end = will_end  #: by itself, so that other threads may wait for it
+
+
 @dataclass(eq=False)
 class Unit:
     """Parameters and buffers that are read and dropped together: a module's own, or a whole subtree's."""
@@ -46,10 +59,11 @@ class Unit:
     nbytes: int  #: whole pages
     extent: Optional[Extent] = None  #: once it has left ordinary memory
     memory: Optional[torch.Tensor] = None  #: leased: present, being read, or written before it goes
+    is_filled: bool = False  #: does the memory hold the entries' values?
     is_present: bool = False  #: are the entries in it?
     reading: Optional[Pending] = None
     writing: Optional[Pending] = None
-    pins: int = 0  #: uses that are going on
+    uses: weakref.WeakSet[Use] = field(default_factory=weakref.WeakSet)  #: that are going on
     versions: list[int] = field(default_factory=list)  #: of the entries, when they were last as on disk
 
     def bytes(self) -> torch.Tensor:
@@ -59,7 +73,8 @@ class Unit:
         return self.memory
 
     def drop_memory(self) -> None:
-        self.memory = None
+        self.is_filled = False
+        self.memory = self.reading = None
 
     def note_versions(self) -> None:
         """The entries are as on disk now."""
@@ -71,10 +86,10 @@ class Unit:
 
     def holds(self, address: int) -> bool:
         """Is it the address of an entry's byte?"""
-        if not self.is_present:
+        memory = self.memory  # another thread may drop it
+        if memory is None or not self.is_present:
             return False
-        start = self.bytes().data_ptr()
-        return start <= address < start + self.nbytes
+        return memory.data_ptr() <= address < memory.data_ptr() + self.nbytes
 
     def entry_at(self, offset: int) -> Entry:
         """The entry that has the byte at `offset`."""

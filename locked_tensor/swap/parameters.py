@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
@@ -12,8 +15,8 @@ from locked_tensor.handle import AioHandle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_records import step_without_hooks
 from locked_tensor.swap.parameter_cache import UnitCache, holding
-from locked_tensor.swap.parameter_units import Unit, partition
-from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
+from locked_tensor.swap.parameter_units import Unit, Use, partition
+from locked_tensor.swap.saved import Kept, Packed, PassedOn, check_unchanged, hooks_around, take
 from locked_tensor.swap.store import PAGE_BYTES
 from locked_tensor.swap.transfer import SwapStats, open_swap_with_pool
 
@@ -22,9 +25,12 @@ class SwappedParameters:
     """Keeps a module's parameters and buffers on disk and brings them to memory while they are used.
 
     The module is used as before: forward, and backward when training, find each part's parameters in
-    locked memory, read ahead in the order of the last pass and dropped within the budget. Elsewhere a
-    parameter is NaN of the right shape, which nothing can write to. Results are those of the module in
-    memory, to the bit. `state_dict` and `load_state_dict` of the module work and stream.
+    locked memory, read ahead in the order of the last pass and dropped within the budget. What is not in
+    memory just now reads as NaN of the right shape, and writing to it raises: `gather` what you read or
+    change yourself. Results are those of the module in memory, to the bit. `state_dict` and
+    `load_state_dict` of the module work and stream. Several threads may call the module: they share the
+    budget and wait for one another's room. A call that is interrupted, by ctrl-C for one, leaves
+    everything usable.
 
         with SwappedParameters(model, folder="/nvme", max_locked_bytes=1 << 30) as swapped:
             loss = model(batch).mean()
@@ -53,24 +59,28 @@ class SwappedParameters:
         aio_handle: Optional[AioHandle] = None,
         max_locked_bytes: int = 1 << 30,
     ) -> None:
+        for name, each in module.named_modules():
+            if isinstance(each._parameters, _Asked):
+                raise ValueError(
+                    f"{name or type(each).__name__} has SwappedParameters already: restore() those first, or swap the "
+                    "whole module at once"
+                )
         budget = max_locked_bytes // PAGE_BYTES * PAGE_BYTES
         self.module = module
         self._parts = partition(module, max(budget // 3, PAGE_BYTES))
         for unit in self._parts.units:
             _check(unit, budget)
-        self._is_closed = False
-        self._saved_hooks: list[Any] = []
-        self._around: list[Optional[Hooks]] = []
-        self._running: list[tuple[nn.Module, list[Unit]]] = []  # what each module that runs keeps
-        self._removers: list[Any] = []
+        self._is_closed = self._is_restored = False
+        self._runs = _Runs()
+        self._undo: list[Callable[[], None]] = []  # what makes the module as it was before
         self._io, self._store, pool, self._close_files = open_swap_with_pool(self, folder, aio_handle, 1, budget)
         self._cache = UnitCache(self._parts.units, self._store, self._io, pool)
         try:
             self._cache.swap_out()
+            self._install()
         except BaseException:
             self.restore()
             raise
-        self._install()
 
     # What the user calls
 
@@ -98,12 +108,12 @@ class SwappedParameters:
         """
         self._check_open()
         if not parameters:
-            return _Gathered(self, self._parts.units)
+            return _Gathered(self, self._parts.units, will_end=False)
         unknown = [tensor for tensor in parameters if tensor not in self._parts.unit_of]
         if unknown:
             raise ValueError(f"a tensor of shape {tuple(unknown[0].shape)} is not swapped by this object")
         units = [self._parts.unit_of[tensor] for tensor in parameters]
-        return _Gathered(self, list(dict.fromkeys(units)))
+        return _Gathered(self, list(dict.fromkeys(units)), will_end=False)
 
     def stats(self) -> SwapStats:
         """What was moved so far."""
@@ -118,18 +128,18 @@ class SwappedParameters:
         """Brings everything back to ordinary memory, where the module works by itself; then closes."""
         if not self._is_closed:
             self._cache.restore()
+            while self._undo:
+                self._undo[-1]()
+                self._undo.pop()
+            self._is_restored = True
             self.close()
 
     def close(self) -> None:
-        """Removes the parameters from disk and from memory. Final: the module is empty then. Idempotent."""
+        """Removes the parameters from disk and from memory. Final: use of the module then raises
+        `ValueError`, until `load_state_dict(assign=True)` gives it others. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        for remover in self._removers:
-            remover.remove()
-        for module in self.module.modules():
-            for name in ("_parameters", "_buffers"):
-                setattr(module, name, dict(getattr(module, name)))
         self._cache.empty()
         self._close_files()
         del self._cache
@@ -142,79 +152,59 @@ class SwappedParameters:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ValueError("these SwappedParameters are closed: the module's parameters are gone")
+            raise ValueError(
+                "these SwappedParameters are closed and the module's parameters are gone: load_state_dict(assign=True) "
+                "gives it others; to keep them, call restore() instead of close()"
+            )
 
     # Use
-
-    def _use(self, unit: Unit) -> None:
-        self._check_open()
-        self._cache.use(unit)
-
-    def _leave(self, unit: Unit) -> None:
-        if not self._is_closed:
-            self._cache.leave(unit)
-
-    def _enter(self, module: nn.Module, units: list[Unit]) -> None:
-        """A module begins to run: its units stay in memory until `_exit`."""
-        kept: list[Unit] = []
-        self._running.append((module, kept))
-        for unit in units:
-            self._use(unit)
-            kept.append(unit)
-
-    def _exit(self, module: nn.Module) -> None:
-        if self._running and self._running[-1][0] is module:  # not where another hook failed before ours
-            for unit in self._running.pop()[1]:
-                self._leave(unit)
 
     def _fetch(self, tensor: torch.Tensor) -> None:
         """A tensor is asked of its module: it is brought, and stays while the innermost module runs."""
         unit = self._parts.unit_of.get(tensor)
-        if unit is None or self._is_closed or any(unit in kept for _, kept in self._running):
+        if unit is None or self._is_restored:
             return
-        self._use(unit)
-        if self._running:
-            self._running[-1][1].append(unit)
+        self._check_open()
+        run = self._runs.innermost()
+        if run is not None:
+            run.keep(unit)
         else:
-            self._leave(unit)
-
-    # Hooks
+            with _Gathered(self, [unit]):
+                pass
 
     def _install(self) -> None:
-        hooks = self._removers
-        hooks.append(self.module.register_forward_pre_hook(self._before_module))
-        for module, units in self._parts.needs.items():  # none too: it may ask for others' by name
-            hooks.append(module.register_forward_pre_hook(_Before(self, units)))
-            hooks.append(module.register_forward_hook(_After(self), always_call=True))
-        hooks.append(self.module.register_forward_hook(self._after_module, always_call=True))
+        for module in self._parts.needs:
+            self._undo.append(_replaced(module, "forward", self._around_forward(module)))
         for module in self.module.modules():
             for name in ("_parameters", "_buffers"):
-                setattr(module, name, _Asked(self, getattr(module, name)))
-            hooks.append(module.register_state_dict_post_hook(_function(self._fill_state_dict)))
-            hooks.append(module.register_load_state_dict_pre_hook(_function(self._before_load)))
+                owned = getattr(module, name)
+                setattr(module, name, _Asked(self, owned))
+                self._undo.append(functools.partial(_give_back, module, name))
+            self._undo.append(module.register_state_dict_post_hook(_function(self._fill_state_dict)).remove)
+            self._undo.append(module.register_load_state_dict_pre_hook(_function(self._before_load)).remove)
 
-    @torch._disable_dynamo
-    def _before_module(self, module: nn.Module, arguments: Any) -> None:
-        self._cache.is_forward = True
-        self._around.append(hooks_around())
-        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, take)
-        saved.__enter__()
-        self._saved_hooks.append(saved)
+    def _around_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """What stands for a module's forward while its parameters are swapped.
 
-    @torch._disable_dynamo
-    def _after_module(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        if self._saved_hooks:  # not where another hook failed before ours
-            self._cache.is_forward = False
-            self._saved_hooks.pop().__exit__(None, None, None)
-            self._around.pop()
+        Not hooks: torch calls those after an exception, but not after ctrl-C.
+        """
+        forward = module.forward
+        units = self._parts.needs[module]
 
-    @torch._disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> Packed:
-        unit = holding(self._parts.units, tensor)
-        if unit is not None:
-            return _ParameterView(self, unit, tensor)
-        around = self._around[-1]
-        return Kept(tensor) if around is None else PassedOn(tensor, around)
+        @torch._disable_dynamo(recursive=False)
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_restored:  # somebody has kept this function
+                return forward(*args, **kwargs)
+            with _Run(self, units):
+                if module is not self.module:
+                    return forward(*args, **kwargs)
+                with _Pass(self):
+                    return forward(*args, **kwargs)
+
+        return run
+
+    # State dicts
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Puts maps of the swap file in the place of placeholders."""
@@ -223,6 +213,7 @@ class SwappedParameters:
                 unit = self._parts.unit_of.get(tensor) if tensor is not None else None
                 if unit is None or unit.extent is None or prefix + name not in state:
                     continue
+                self._check_open()
                 self._cache.flush(unit)
                 (entry,) = [each for each in unit.entries if each.tensor is tensor]
                 state[prefix + name] = entry.view(unit.extent.map(0, torch.uint8, (unit.nbytes,)))
@@ -230,14 +221,13 @@ class SwappedParameters:
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *others: Any
     ) -> None:
-        if metadata.get("assign_to_params_buffers", False):
+        is_assigned = metadata.get("assign_to_params_buffers", False)
+        if is_assigned and not self._is_closed:
             raise ValueError("load_state_dict(assign=True) would replace swapped parameters: load without it")
         for owned in (module._parameters, module._buffers):
             for tensor in owned.values():
-                if tensor is not None and tensor in self._parts.unit_of:
-                    unit = self._parts.unit_of[tensor]
-                    self._use(unit)
-                    self._leave(unit)
+                if tensor is not None and not is_assigned:
+                    self._fetch(tensor)
 
     @torch.no_grad()
     def _step_units(self, optimizer: Optimizer) -> None:
@@ -251,11 +241,8 @@ class SwappedParameters:
                 if unit is None:
                     step_without_hooks(optimizer)
                     continue
-                self._use(unit)
-                try:
+                with _Gathered(self, [unit]):
                     step_without_hooks(optimizer)
-                finally:
-                    self._leave(unit)
         finally:
             optimizer.param_groups = groups
 
@@ -288,49 +275,101 @@ class _Asked(dict[str, Any]):
         )
 
 
-class _Before:
-    """A module is about to run."""
+class _Gathered:
+    """Units in memory for the length of a `with`."""
 
-    def __init__(self, owner: SwappedParameters, units: list[Unit]) -> None:
+    def __init__(self, owner: SwappedParameters, units: list[Unit], will_end: bool = True) -> None:
         self._owner = owner
-        self._units = units
+        self._units = list(units)
+        self._will_end = will_end
+        self._use: Optional[Use] = None
+
+    def __enter__(self) -> None:
+        self._owner._check_open()
+        self._use = Use(self._will_end)
+        try:
+            for unit in self._units:
+                self._owner._cache.use(unit, self._use)
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        self._end()
+
+    @property
+    def is_going_on(self) -> bool:
+        return self._use is not None
+
+    def _end(self) -> None:
+        use, self._use = self._use, None
+        if use is not None and not self._owner._is_closed:
+            self._owner._cache.leave(self._units, use)
+
+
+class _Run(_Gathered):
+    """One call of a module, which keeps what it asks for by name too."""
 
     @torch._disable_dynamo
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        self._owner._enter(module, self._units)
+    def __enter__(self) -> None:
+        self._owner._runs.begin(self)
+        super().__enter__()
+
+    @torch._disable_dynamo
+    def __exit__(self, *exception: Any) -> None:
+        self._end()
+
+    def keep(self, unit: Unit) -> None:
+        """Has the unit in memory until the call ends."""
+        if self._use is not None and self._use not in unit.uses:
+            self._units.append(unit)
+            self._owner._cache.use(unit, self._use)
 
 
-class _After:
-    """A module has run, or failed."""
+class _Runs(threading.local):
+    """The calls that are going on in this thread. Those that were interrupted fall out by themselves."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[_Run]] = []
+
+    def begin(self, run: _Run) -> None:
+        self.innermost()
+        self._calls.append(weakref.ref(run))
+
+    def innermost(self) -> Optional[_Run]:
+        while self._calls:
+            run = self._calls[-1]()
+            if run is not None and run.is_going_on:
+                return run
+            self._calls.pop()
+        return None
+
+
+class _Pass:
+    """The forward of the whole: what autograd saves of parameters is brought back for backward."""
 
     def __init__(self, owner: SwappedParameters) -> None:
         self._owner = owner
 
     @torch._disable_dynamo
-    def __call__(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        self._owner._exit(module)
-
-
-class _Gathered:
-    """Units in memory for the length of a `with`."""
-
-    def __init__(self, owner: SwappedParameters, units: list[Unit]) -> None:
-        self._owner = owner
-        self._units = units
-        self._used: list[Unit] = []
-
     def __enter__(self) -> None:
-        try:
-            for unit in self._units:
-                self._owner._use(unit)
-                self._used.append(unit)
-        except BaseException:
-            self.__exit__()
-            raise
+        self._around = hooks_around()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, take)
+        self._owner._cache.is_forward = True
+        self._hooks.__enter__()
 
+    @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:
-        while self._used:
-            self._owner._leave(self._used.pop())
+        self._hooks.__exit__(*exception)
+        if not self._owner._is_closed:
+            self._owner._cache.is_forward = False
+
+    @torch._disable_dynamo
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        unit = holding(self._owner._parts.units, tensor)
+        if unit is not None:
+            return _ParameterView(self._owner, unit, tensor)
+        return Kept(tensor) if self._around is None else PassedOn(tensor, self._around)
 
 
 class _ParameterView:
@@ -346,13 +385,31 @@ class _ParameterView:
 
     def take(self) -> torch.Tensor:
         check_unchanged(self._entry.tensor, self._version)
-        self._owner._use(self._unit)
-        try:
+        with _Gathered(self._owner, [self._unit]):
             memory = self._unit.bytes()[self._offset :]
             memory = memory[: memory.numel() // self._dtype.itemsize * self._dtype.itemsize]
             return memory.view(self._dtype).as_strided(self._shape, self._stride)
-        finally:
-            self._owner._leave(self._unit)
+
+
+def _replaced(owner: Any, name: str, new: Any) -> Callable[[], None]:
+    """Sets an instance's attribute; what undoes it, unless somebody has set it since."""
+    before = vars(owner).get(name)
+    setattr(owner, name, new)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not new:
+            return
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _give_back(module: nn.Module, name: str) -> None:
+    """A module's parameters or buffers, in a plain dictionary again."""
+    setattr(module, name, dict(getattr(module, name)))
 
 
 def _function(method: Callable[..., None]) -> Callable[..., None]:
