@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,30 @@ def files_of_at_most():
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limit
+
+
+@pytest.fixture
+def is_interrupted():
+    """Runs a function that a signal's handler leaves by an exception after some seconds: did it?"""
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*arguments):
+        raise Interrupt
+
+    def run(function, seconds):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            function()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            return True
+        return False
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield run
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(params=["disk", "tmpfs"])

@@ -230,26 +230,13 @@ def test_wait_waits_for_a_call_that_a_signal_handler_left(engine, disk_folder, i
         signal.signal(signal.SIGALRM, old)
 
 
-def test_a_close_that_a_signal_handler_left_is_done_again(disk_folder):
-    class Stop(Exception):
-        pass
-
-    def stop(*_):
-        raise Stop
-
+def test_a_close_that_a_signal_handler_left_is_done_again(disk_folder, is_interrupted):
     data = locked_bytes(512 << 20)
     data.fill_(7)
     handle = lt.aio_handle(65536, 1)
     handle.async_pwrite(data, disk_folder / "file")
-    old = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
-    try:
-        handle.close()
-    except Stop:
+    if is_interrupted(handle.close, 0.02):
         assert not handle.closed
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
     handle.close()
     assert handle.closed
     assert set((disk_folder / "file").read_bytes()) == {7}

@@ -1,14 +1,17 @@
 """SwappedParameters: a module larger than its budget, with the results of the module in memory."""
 
+import concurrent.futures
 import copy
 import gc
 import os
+import time
 
 import pytest
 import torch
 
 import locked_tensor as lt
 from locked_tensor.swap import SwappedOptimizer, SwappedParameters, save_on_disk
+from locked_tensor.swap.saved import hooks_around
 
 
 def transformer(layers=24):
@@ -201,10 +204,25 @@ def test_what_cannot_be_is_refused_and_changes_nothing(disk_folder, tmp_path):
         swap(torch.nn.Linear(3, 3, device="meta"), disk_folder)
     assert same(model.parameters(), expected.parameters())
     assert os.listdir(disk_folder) == []
+
+
+def test_after_close_every_use_says_so(disk_folder):
+    model, other = linears(3), linears(3)
     swapped = swap(model, disk_folder)
     swapped.close()
-    with pytest.raises(ValueError, match="closed"):
-        swapped.gather()
+    x = torch.ones(1, 100)
+    for use in (
+        swapped.gather,
+        lambda: model(x),
+        lambda: model[1](x),
+        lambda: model[0].weight,
+        model.state_dict,
+        lambda: model.load_state_dict(other.state_dict()),
+        lambda: model.load_state_dict(other.state_dict(), assign=True),
+        lambda: swapped.step(torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        with pytest.raises(ValueError, match="are closed and the module's parameters are gone"):
+            use()
 
 
 def test_compiled_and_checkpointed_forward(disk_folder):
@@ -304,3 +322,79 @@ def test_a_parameter_changed_between_forward_and_backward_is_refused_as_by_torch
             weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@torch.no_grad()
+def test_a_call_interrupted_anywhere_leaves_the_right_bytes_and_all_the_room(disk_folder, is_interrupted):
+    plain, model = linears(8), linears(8)
+    x = torch.ones(1, 100)
+    expected = plain(x)
+    swapped = swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES)
+    model(x)
+    began = time.perf_counter()
+    model(x)
+    length = time.perf_counter() - began
+    interrupted = 0
+    for step in range(300):
+        interrupted += is_interrupted(lambda: model(x), 1e-6 + length * step / 300)
+        assert torch.equal(model(x), expected)
+    assert interrupted > 0
+    assert hooks_around() is None
+    swapped.restore()
+    assert same(model.parameters(), plain.parameters())
+
+
+def test_ctrl_c_in_training_leaves_no_hooks_behind(disk_folder):
+    plain, model = transformer(4), transformer(4)
+    failing = [True]
+
+    def interrupt(*arguments):
+        if failing[0]:
+            raise KeyboardInterrupt
+
+    model.layers[2].register_forward_hook(interrupt)
+    with swap(model, disk_folder):
+        around = hooks_around()
+        with pytest.raises(KeyboardInterrupt):
+            model(BATCH)
+        assert hooks_around() == around
+        failing[0] = False
+        for each in (plain, model):
+            each(BATCH).square().mean().backward()
+        assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@torch.no_grad()
+def test_threads_share_a_budget_that_one_of_them_would_fill(disk_folder):
+    plain, model = linears(12), linears(12)
+    x = torch.ones(1, 100)
+    expected = plain(x)
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES):
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(lambda _: model(x), range(40)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_module_is_swapped_once(disk_folder):
+    model, expected = linears(4), linears(4)
+    with swap(model[:2], disk_folder, max_locked_bytes=3 * LINEAR_BYTES) as inner:
+        for again in (model, model[0], model[:2]):
+            with pytest.raises(ValueError, match="has SwappedParameters already: restore"):
+                swap(again, disk_folder, max_locked_bytes=3 * LINEAR_BYTES)
+        inner.restore()
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES) as swapped:
+        swapped.restore()
+    assert same(model.parameters(), expected.parameters())
+
+
+def test_a_forward_set_on_the_module_itself_is_its_own_again(disk_folder):
+    model = linears(2)
+    own = model.forward
+    model.forward = lambda x: own(x) + 1
+    expected = linears(2)(torch.ones(1, 100)) + 1
+    mine = model.forward
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES) as swapped:
+        assert torch.equal(model(torch.ones(1, 100)), expected)
+        swapped.restore()
+    assert model.forward is mine
+    assert "forward" not in vars(model[0])

@@ -289,3 +289,24 @@ def test_a_pool_larger_than_the_machine_is_refused_at_once():
             with pytest.raises(lt.LockLimitError, match="memory are available"):
                 SwapBufferPool(handle, count, buffer_bytes)
     assert lt.memory_reserved() == reserved
+
+
+def test_what_an_interrupt_leaves_in_doubt_is_made_anew_of_what_is_lent(handle):
+    pool = SwapBufferPool(handle, 2, 4 * PAGE)
+    kept = [pool.lease(PAGE) for _ in range(3)]
+    kept.pop(1)
+    pool._buffers._free[0].take(2 * PAGE)  # taken, and then the interrupt
+    pool._buffers._is_certain = False
+    assert pool.available_bytes() == 4 * PAGE
+    kept += [pool.lease(PAGE) for _ in range(6)]
+    assert len({lease.tensor.data_ptr() for lease in kept}) == 8
+    assert pool.available_bytes() == 0
+    kept.clear()
+    assert pool.available() == 2
+
+
+def test_leases_interrupted_anywhere_leak_no_room(handle, is_interrupted):
+    pool = SwapBufferPool(handle, 1, 8 * PAGE)
+    for step in range(2000):
+        is_interrupted(lambda: [pool.lease(PAGE, zero=False) for _ in range(8)], 1e-6 + 1e-7 * step)
+    assert pool.available_bytes() == 8 * PAGE

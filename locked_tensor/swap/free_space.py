@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from typing import Optional
 
 
@@ -41,6 +42,13 @@ class FreeSpace:
         if free > nbytes:
             self._pieces.insert(at, (offset + nbytes, free - nbytes))
         return offset
+
+    def cut(self, offset: int, nbytes: int) -> None:
+        """Takes these bytes, which are free."""
+        at = bisect.bisect(self._pieces, (offset, math.inf)) - 1
+        begin, length = self._pieces[at]
+        around = [(begin, offset - begin), (offset + nbytes, begin + length - offset - nbytes)]
+        self._pieces[at : at + 1] = [piece for piece in around if piece[1] > 0]
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Makes bytes free that are not."""

@@ -16,7 +16,7 @@ from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_records import step_without_hooks
 from locked_tensor.swap.parameter_cache import UnitCache, holding
 from locked_tensor.swap.parameter_units import Unit, Use, partition
-from locked_tensor.swap.saved import Kept, Packed, PassedOn, check_unchanged, hooks_around, take
+from locked_tensor.swap.saved import Hooks, Kept, Packed, PassedOn, check_unchanged, hooks_around, take
 from locked_tensor.swap.store import PAGE_BYTES
 from locked_tensor.swap.transfer import SwapStats, open_swap_with_pool
 
@@ -135,8 +135,8 @@ class SwappedParameters:
             self.close()
 
     def close(self) -> None:
-        """Removes the parameters from disk and from memory. Final: use of the module then raises
-        `ValueError`, until `load_state_dict(assign=True)` gives it others. Idempotent."""
+        """Removes the parameters from disk and from memory. Final: what uses the module then raises
+        `ValueError`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -153,8 +153,8 @@ class SwappedParameters:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError(
-                "these SwappedParameters are closed and the module's parameters are gone: load_state_dict(assign=True) "
-                "gives it others; to keep them, call restore() instead of close()"
+                "these SwappedParameters are closed and the module's parameters are gone: "
+                "to keep them, call restore() instead of close()"
             )
 
     # Use
@@ -196,11 +196,12 @@ class SwappedParameters:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._is_restored:  # somebody has kept this function
                 return forward(*args, **kwargs)
-            with _Run(self, units):
-                if module is not self.module:
+            if module is not self.module:
+                with _Run(self, units):
                     return forward(*args, **kwargs)
-                with _Pass(self):
-                    return forward(*args, **kwargs)
+            saving = _Saving(self)
+            with torch.autograd.graph.saved_tensors_hooks(saving.pack, take), _Run(self, units, is_whole=True):
+                return forward(*args, **kwargs)
 
         return run
 
@@ -221,12 +222,12 @@ class SwappedParameters:
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *others: Any
     ) -> None:
-        is_assigned = metadata.get("assign_to_params_buffers", False)
-        if is_assigned and not self._is_closed:
+        self._check_open()
+        if metadata.get("assign_to_params_buffers", False):
             raise ValueError("load_state_dict(assign=True) would replace swapped parameters: load without it")
         for owned in (module._parameters, module._buffers):
             for tensor in owned.values():
-                if tensor is not None and not is_assigned:
+                if tensor is not None:
                     self._fetch(tensor)
 
     @torch.no_grad()
@@ -308,15 +309,24 @@ class _Gathered:
 
 
 class _Run(_Gathered):
-    """One call of a module, which keeps what it asks for by name too."""
+    """One call of a module, the whole or a part, which keeps what it asks for by name too."""
+
+    def __init__(self, owner: SwappedParameters, units: list[Unit], is_whole: bool = False) -> None:
+        super().__init__(owner, units)
+        self._is_whole = is_whole
 
     @torch._disable_dynamo
     def __enter__(self) -> None:
+        self._owner._check_open()
         self._owner._runs.begin(self)
+        if self._is_whole:
+            self._owner._cache.is_forward = True
         super().__enter__()
 
     @torch._disable_dynamo
     def __exit__(self, *exception: Any) -> None:
+        if self._is_whole and not self._owner._is_closed:
+            self._owner._cache.is_forward = False
         self._end()
 
     def keep(self, unit: Unit) -> None:
@@ -345,31 +355,28 @@ class _Runs(threading.local):
         return None
 
 
-class _Pass:
-    """The forward of the whole: what autograd saves of parameters is brought back for backward."""
+class _Saving:
+    """What autograd saves of parameters in a forward of the whole is brought back for backward."""
 
+    @torch._disable_dynamo
     def __init__(self, owner: SwappedParameters) -> None:
         self._owner = owner
-
-    @torch._disable_dynamo
-    def __enter__(self) -> None:
         self._around = hooks_around()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, take)
-        self._owner._cache.is_forward = True
-        self._hooks.__enter__()
+        while owner._runs.innermost() is None and self._is_left_over(self._around):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._around = hooks_around()
 
     @torch._disable_dynamo
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
-        if not self._owner._is_closed:
-            self._owner._cache.is_forward = False
-
-    @torch._disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         unit = holding(self._owner._parts.units, tensor)
         if unit is not None:
             return _ParameterView(self._owner, unit, tensor)
         return Kept(tensor) if self._around is None else PassedOn(tensor, self._around)
+
+    def _is_left_over(self, hooks: Optional[Hooks]) -> bool:
+        """Are they of an earlier call that was interrupted just as it set or unset them?"""
+        saving = getattr(hooks.pack, "__self__", None) if hooks is not None else None
+        return isinstance(saving, _Saving) and saving._owner is self._owner
 
 
 class _ParameterView:

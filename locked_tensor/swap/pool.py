@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import enum
@@ -10,14 +11,17 @@ import queue
 import threading
 import time
 import weakref
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 
+from locked_tensor.errors import InternalError
 from locked_tensor.handle import AioHandle
 from locked_tensor.swap.free_space import FreeSpace
 from locked_tensor.swap.store import PAGE_BYTES, page_aligned
 from locked_tensor.tensor import tag
+
+_MOMENT_SECONDS = 0.05
 
 
 class PoolExhaustedError(MemoryError):
@@ -36,7 +40,15 @@ class BufferState(enum.Enum):
     LEASED = "leased"  #: at least one lease is out
 
 
-class _Slot(NamedTuple):
+# Note [What is lent is the truth] A loan is a weak reference to the memory that was lent: when the last view
+# has gone it is dead, and the callback puts it in a queue. That callback is a C function, so that no signal's
+# handler can run inside it, and takes no lock, as it may run inside any other call. What is free is an index of
+# the loans: kept up to date piece by piece, and made anew where an interrupt has left it in doubt.
+
+
+class _Loan(weakref.ref[Any]):
+    """Who has a piece of a buffer: alive as long as its memory."""
+
     buffer: int
     offset: int
     nbytes: int
@@ -51,40 +63,95 @@ class _Buffers:
             # All at once is refused at once, with the reason; one by one would fill the machine first.
             handle.new_cpu_locked_tensor(min(count * buffer_bytes, 1 << 62), example)
         self.tensors = [handle.new_cpu_locked_tensor(buffer_bytes, example) for _ in range(count)]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.free = [FreeSpace(buffer_bytes) for _ in range(count)]
-        self.returned: queue.SimpleQueue[_Slot] = queue.SimpleQueue()  # filled by finalizers
-        self.lock = threading.Lock()
+        self.returned: queue.SimpleQueue[_Loan] = queue.SimpleQueue()  # see Note [What is lent is the truth]
+        self._loans: dict[tuple[int, int], _Loan] = {}  # by buffer and offset
+        self._free = [FreeSpace(buffer_bytes) for _ in range(count)]
+        self._is_certain = True  #: is `_free` what the loans leave?
+        self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Optional[_Slot]:
-        """Of the buffer with the smallest free piece that fits."""
-        with self.lock:
-            self._collect()
-            fitting = [(fit, buffer) for buffer, free in enumerate(self.free) if (fit := free.fit(nbytes)) is not None]
+    def lend(self, nbytes: int) -> Any:
+        """Memory of the buffer with the smallest free piece that fits, or None. It goes back when it dies."""
+        with self._lock:
+            self._settle()
+            fitting = [(fit, buffer) for buffer, free in enumerate(self._free) if (fit := free.fit(nbytes)) is not None]
             if not fitting:
                 return None
+            self._is_certain = False
             _, buffer = min(fitting)
-            offset = self.free[buffer].take(nbytes)
-            return None if offset is None else _Slot(buffer, offset, nbytes)
+            offset = self._free[buffer].take(nbytes)
+            if offset is None:
+                raise InternalError(f"{nbytes} bytes fit a buffer and could not be taken")
+            memory: Any = (ctypes.c_ubyte * nbytes).from_address(self.tensors[buffer].data_ptr() + offset)
+            loan = _Loan(memory, self.returned.put)
+            loan.buffer, loan.offset, loan.nbytes = buffer, offset, nbytes
+            self._loans[buffer, offset] = loan
+            memory.buffers = self  # until the last view has gone
+            self._is_certain = True
+            return memory
 
     def largest_free(self) -> int:
-        with self.lock:
-            self._collect()
-            return max(free.largest for free in self.free)
+        with self._lock:
+            self._settle()
+            return max(free.largest for free in self._free)
 
     def states(self) -> list[BufferState]:
-        with self.lock:
-            self._collect()
+        with self._lock:
+            self._settle()
             return [
                 BufferState.FREE if free.total == tensor.nbytes else BufferState.LEASED
-                for free, tensor in zip(self.free, self.tensors)
+                for free, tensor in zip(self._free, self.tensors)
             ]
 
-    def _collect(self) -> None:
+    def _settle(self) -> None:
+        """Makes what has come back free."""
+        if not self._is_certain:
+            self._loans = {key: loan for key, loan in self._loans.items() if loan() is not None}
+            self._free = [FreeSpace(tensor.nbytes) for tensor in self.tensors]
+            for loan in self._loans.values():
+                self._free[loan.buffer].cut(loan.offset, loan.nbytes)
+        self._is_certain = False
         with contextlib.suppress(queue.Empty):
             while True:
-                slot = self.returned.get_nowait()
-                self.free[slot.buffer].give_back(slot.offset, slot.nbytes)
+                loan = self.returned.get_nowait()
+                if self._loans.get((loan.buffer, loan.offset)) is loan:
+                    del self._loans[loan.buffer, loan.offset]
+                    self._free[loan.buffer].give_back(loan.offset, loan.nbytes)
+        self._is_certain = True
+
+
+class _Place:
+    """A place in the line of those who wait for room, until it is given up or nobody has it."""
+
+    is_taken = True
+
+
+class _Line:
+    """Who waits for room waits in turn."""
+
+    def __init__(self) -> None:
+        self._places: collections.deque[weakref.ref[_Place]] = collections.deque()
+        self._moved = threading.Condition()
+
+    def join(self) -> _Place:
+        place = _Place()
+        self._places.append(weakref.ref(place))
+        return place
+
+    def is_first(self, place: _Place) -> bool:
+        with self._moved:
+            while (first := self._places[0]()) is None or not first.is_taken:
+                self._places.popleft()
+            return first is place
+
+    def leave(self, place: _Place) -> None:
+        place.is_taken = False
+        with self._moved:
+            self._moved.notify_all()
+
+    def wait(self, timeout: Optional[float]) -> None:
+        """Until somebody left, or for a moment: who was interrupted has told nobody."""
+        with self._moved:
+            self._moved.wait(_MOMENT_SECONDS if timeout is None else min(timeout, _MOMENT_SECONDS))
 
 
 class Lease:
@@ -152,7 +219,7 @@ class SwapBufferPool:
         self.count = count
         self.buffer_bytes = page_aligned(buffer_bytes)
         self._buffers = _Buffers(aio_handle, count, self.buffer_bytes)
-        self._turn = threading.Lock()  # who waits for room waits in line
+        self._line = _Line()
 
     @property
     def nbytes(self) -> int:
@@ -203,34 +270,34 @@ class SwapBufferPool:
             raise ValueError(f"{nbytes:,} bytes exceed a buffer of this pool ({self.buffer_bytes:,})")
         if count == 0:
             return Lease(torch.empty(shape, dtype=dtype), 0)
-        slot = self._wait_for(page_aligned(nbytes), timeout)
-        # Its storage keeps `memory` alive, so that the slot comes back with the last view, whoever has it.
-        memory = (ctypes.c_ubyte * slot.nbytes).from_address(
-            self._buffers.addresses[slot.buffer] + slot.offset
-        )
-        weakref.finalize(memory, _give_back, self._buffers, slot).atexit = False
+        reserved = page_aligned(nbytes)
+        # Its storage keeps `memory` alive, so that it comes back with the last view, whoever has it.
+        memory = self._wait_for(reserved, timeout)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         if zero:
             flat.zero_()
         tensor = flat[: count * dtype.itemsize].view(dtype).view(shape)
-        return Lease(tag(tensor), slot.nbytes)
+        return Lease(tag(tensor), reserved)
 
-    def _wait_for(self, nbytes: int, timeout: Optional[float]) -> _Slot:
+    def _wait_for(self, nbytes: int, timeout: Optional[float]) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
-            raise self._exhausted(nbytes)
+        returned = self._buffers.returned
+        place = self._line.join()
         try:
-            while (slot := self._buffers.take(nbytes)) is None:
+            while True:
+                is_first = self._line.is_first(place)
+                if is_first and (memory := self._buffers.lend(nbytes)) is not None:
+                    return memory
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise self._exhausted(nbytes)
-                try:
-                    self._buffers.returned.put(self._buffers.returned.get(timeout=left))
-                except queue.Empty:
-                    raise self._exhausted(nbytes) from None
-            return slot
+                if not is_first:
+                    self._line.wait(left)
+                    continue
+                with contextlib.suppress(queue.Empty):
+                    returned.put(returned.get(timeout=left))
         finally:
-            self._turn.release()
+            self._line.leave(place)
 
     def _exhausted(self, nbytes: int) -> PoolExhaustedError:
         available = self.available_bytes()
@@ -245,6 +312,3 @@ class SwapBufferPool:
     def __repr__(self) -> str:
         return f"<SwapBufferPool {self.available()} of {self.count} x {self.buffer_bytes:,} bytes free>"
 
-
-def _give_back(buffers: _Buffers, slot: _Slot) -> None:
-    buffers.returned.put(slot)  # never a lock: a finalizer may run inside any other call
