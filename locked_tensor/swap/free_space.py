@@ -8,7 +8,10 @@ from typing import Optional
 
 
 class FreeSpace:
-    """Free pieces of a range of bytes: the smallest that fits is cut, neighbours are joined. Not thread-safe."""
+    """Free pieces of a range of bytes: the smallest that fits is cut, neighbours are joined. Not thread-safe.
+
+    Each change is one assignment, before which an interrupt leaves what was, and after which what is.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._pieces = [(0, nbytes)] if nbytes else []  # (offset, bytes), sorted, never adjacent
@@ -37,26 +40,26 @@ class FreeSpace:
         free = self.fit(nbytes)
         if free is None:
             return None
-        at = next(index for index, piece in enumerate(self._pieces) if piece[1] == free)
-        offset, _ = self._pieces.pop(at)
-        if free > nbytes:
-            self._pieces.insert(at, (offset + nbytes, free - nbytes))
+        offset = next(offset for offset, length in self._pieces if length == free)
+        self.cut(offset, nbytes)
         return offset
 
     def cut(self, offset: int, nbytes: int) -> None:
         """Takes these bytes, which are free."""
         at = bisect.bisect(self._pieces, (offset, math.inf)) - 1
         begin, length = self._pieces[at]
-        around = [(begin, offset - begin), (offset + nbytes, begin + length - offset - nbytes)]
+        end = begin + length
+        around = [(begin, offset - begin), (offset + nbytes, end - offset - nbytes)]
         self._pieces[at : at + 1] = [piece for piece in around if piece[1] > 0]
 
     def give_back(self, offset: int, nbytes: int) -> None:
         """Makes bytes free that are not."""
-        at = bisect.bisect(self._pieces, (offset, 0))
-        if at < len(self._pieces) and offset + nbytes == self._pieces[at][0]:
-            nbytes += self._pieces.pop(at)[1]
+        at = end = bisect.bisect(self._pieces, (offset, 0))
+        if end < len(self._pieces) and offset + nbytes == self._pieces[end][0]:
+            nbytes += self._pieces[end][1]
+            end += 1
         if at > 0 and sum(self._pieces[at - 1]) == offset:
             at -= 1
-            offset, before = self._pieces.pop(at)
+            offset, before = self._pieces[at]
             nbytes += before
-        self._pieces.insert(at, (offset, nbytes))
+        self._pieces[at:end] = [(offset, nbytes)]

@@ -52,8 +52,9 @@ class _SwapFile:
         except OSError:
             os.ftruncate(self.fd, self.size)  # what it did get
             raise
-        self.free.give_back(self.size, nbytes)
-        self.size += nbytes
+        begin = self.size
+        self.size += nbytes  # first: what an interrupt leaves here is lost, and not given out twice
+        self.free.give_back(begin, nbytes)
 
 
 @dataclass(frozen=True, eq=False)
