@@ -106,10 +106,14 @@ class SwapIo:
         with self._lock:
             return self._stats
 
-    def close(self) -> None:
-        """Nothing is in flight afterwards, whatever came of it. Closes the handle if it was made here."""
+    def drain(self) -> None:
+        """Nothing is in flight afterwards, whatever came of it."""
         for pending in list(self._in_flight):
             pending.drain()
+
+    def close(self) -> None:
+        """As `drain`, and closes the handle if it was made here."""
+        self.drain()
         if self._owns_handle:
             self.handle.close()
 
