@@ -11,8 +11,8 @@ import torch
 from test_swap_optimizer import ELEMENTWISE, WHOLE, assert_same_state, locked_bytes, make, parameters
 
 import locked_tensor as lt
-from locked_tensor.swap.optimizer_records import step_without_hooks
 from locked_tensor.swap import SwappedParameters
+from locked_tensor.swap.optimizer_records import step_without_hooks
 
 HALVES = [torch.bfloat16, torch.float16]
 MASTER = "master_param"
