@@ -128,10 +128,13 @@ class AioHandle(_C.AioHandleBase):
 
         Raises:
             LockLimitError: the memory could not be locked.
+            TypeError: the example is no tensor, or a quantized one.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
-        if example is None:
-            raise TypeError("new_cpu_locked_tensor() needs example_tensor, for its dtype")
+        if not isinstance(example, torch.Tensor):
+            raise TypeError(
+                f"new_cpu_locked_tensor() needs example_tensor, for its dtype, got {type(example).__name__}"
+            )
         return new_claimed_tensor(num_elem, example.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -220,6 +223,14 @@ class AioHandle(_C.AioHandleBase):
             f"<AioHandle {self.engine} block_size={self.get_block_size()} "
             f"queue_depth={self.get_queue_depth()}>"
         )
+
+
+def check_handle(handle: object) -> None:
+    """Raises TypeError for what is not an `AioHandle`, and ValueError for a closed one."""
+    if not isinstance(handle, AioHandle):
+        raise TypeError(f"aio_handle must be an AioHandle, as aio_handle() makes, got {type(handle).__name__}")
+    if handle.closed:
+        raise ValueError("aio_handle is closed; make a new one with aio_handle()")
 
 
 class IoTicket:

@@ -7,6 +7,7 @@ import torch
 from locked_tensor import _C
 from locked_tensor.contexts import locked_memory
 from locked_tensor.limits import byte_count, log_milestones, show_bytes
+from locked_tensor.movable import check_dtype
 from locked_tensor.tensor import tag
 
 
@@ -108,7 +109,9 @@ def new_claimed_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
 
     Raises:
         LockLimitError: the memory could not be locked.
+        TypeError: a quantized dtype.
     """
+    check_dtype(dtype)
     tensor = tag(_C.new_claimed_tensor(num_elem, dtype))
     log_milestones()
     return tensor

@@ -9,6 +9,7 @@ from typing import Any, Callable, Optional, SupportsIndex
 import torch
 
 from locked_tensor import _C
+from locked_tensor.movable import check_dtype
 
 
 class LockedTensor(torch.Tensor):
@@ -138,7 +139,12 @@ def tag(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order as one-dimensional uint8: the same memory where they lie so, else a copy."""
+    """The elements in row-major order as one-dimensional uint8: the same memory where they lie so, else a copy.
+
+    Raises:
+        TypeError: it is quantized.
+    """
+    check_dtype(tensor.dtype)
     plain = as_plain(tensor.detach()).resolve_conj().resolve_neg().contiguous()
     # Not view(-1): that of a single element may keep any stride, which view(torch.uint8) refuses.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -1,10 +1,12 @@
 """save_on_disk: the same gradients, with what backward needs on disk."""
 
+import contextlib
 import gc
 import os
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import locked_tensor as lt
@@ -213,3 +215,58 @@ def test_a_kept_tensor_that_was_changed_is_refused_as_by_torch(disk_folder):
     y.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
+
+
+class Saving(torch.autograd.Function):
+    """Saves a tensor of any kind for backward, which finds it."""
+
+    found: list[torch.Tensor] = []
+
+    @staticmethod
+    def forward(ctx, x, other):
+        ctx.save_for_backward(other)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Saving.found.append(ctx.saved_tensors[0])
+        return gradient * 2, None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(4000), 0.1, 0, torch.qint8),
+        lambda: torch.eye(3000).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2000), torch.ones(3000)], layout=torch.jagged),
+        lambda: torch.ones(4000, device="meta"),
+        lambda: TwoTensor(torch.ones(4000), torch.ones(4000)),
+    ],
+    ids=["quantized", "sparse", "jagged", "meta", "wrapper"],
+)
+def test_tensors_without_bytes_to_move_stay_as_they_are(disk_folder, make):
+    Saving.found.clear()
+    kept = make()
+    x = torch.ones(3, requires_grad=True)
+    with save_on_disk(disk_folder, min_bytes=1024) as saved:
+        result = Saving.apply(x, kept)
+    result.sum().backward()
+    (found,) = Saving.found
+    assert type(found) is type(kept) and (found.dtype, found.layout) == (kept.dtype, kept.layout)
+    assert saved.stats().bytes_written == 0 and torch.equal(x.grad, torch.full((3,), 2.0))
+    if kept.is_quantized:
+        assert torch.equal(found.int_repr(), kept.int_repr())
+
+
+def test_a_tensor_and_its_lazy_conjugate_are_told_apart(disk_folder):
+    gradients = []
+    for is_on_disk in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(4000, dtype=torch.complex64, requires_grad=True)
+        y = x * (2 + 1j)
+        with save_on_disk(disk_folder, min_bytes=1024) if is_on_disk else contextlib.nullcontext():
+            product = (y * y.conj()).real.sum() + (y.conj() * 3j * y * y).real.sum()
+        product.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -1,5 +1,6 @@
 """SwappedOptimizer: the same bits as the class it wraps, with its state on disk."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import locked_tensor as lt
-from locked_tensor.swap import SwappedOptimizer
+from locked_tensor.swap import SwappedOptimizer, SwappedParameters
 
 BUDGET = 9 << 16  # nine buffers of 64 KiB, the smallest: AdamW's are cut at 8,192 floats
 
@@ -565,3 +566,182 @@ def test_dropping_it_without_closing_leaves_no_file_and_no_descriptor(disk_folde
         gc.collect()
     assert os.listdir(disk_folder) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@contextlib.contextmanager
+def interrupted_at(line):
+    """A KeyboardInterrupt before the so-many-th line of the swapped optimizer's own files, as ctrl-C may come."""
+    seen = [0]
+
+    def in_frame(frame, event, argument):
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == line:
+                raise KeyboardInterrupt
+        return in_frame
+
+    def trace(frame, event, argument):
+        return in_frame if "/locked_tensor/swap/optimizer" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def snapshot(params, swapped):
+    return [(param.detach().clone(), copy.deepcopy(swapped.get_state(param))) for param in params]
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(value, expected[1][key]) for key, value in found[1].items())
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [(torch.float32, {}), (torch.float32, {"swap_gradients": True}), (torch.bfloat16, {"master_weights": True})],
+    ids=["plain", "swap_gradients", "master_weights"],
+)
+def test_an_interrupt_anywhere_names_what_is_not_as_before_the_step(disk_folder, dtype, options, pipeline):
+    def prepared():
+        params = parameters(dtype)
+        swapped = make(params, disk_folder, pipeline=pipeline, **options)
+        for step in range(2):
+            swapped.zero_grad()
+            torch.manual_seed(step)
+            sum((param.float() * torch.randn(param.shape)).sum() for param in params).backward()
+            if step == 0:
+                swapped.step()
+        return params, swapped
+
+    params, swapped = prepared()
+    with swapped:
+        before = snapshot(params, swapped)
+        with interrupted_at(0) as seen:
+            swapped.step()
+        after = snapshot(params, swapped)
+    ends = set()
+    for line in range(1, seen[0], max(seen[0] // 12, 1)):
+        params, swapped = prepared()
+        with swapped:
+            with pytest.raises(KeyboardInterrupt) as ended, interrupted_at(line):
+                swapped.step()
+            not_updated = {id(each) for each in getattr(ended.value, "not_updated", params)}
+            half_updated = {id(each) for each in getattr(ended.value, "half_updated", [])}
+            assert half_updated <= not_updated
+            for found, old, new, param in zip(snapshot(params, swapped), before, after, params):
+                if id(param) not in half_updated:
+                    assert_same(found, old if id(param) in not_updated else new)
+            ends.add((len(not_updated), len(half_updated)))
+            swapped.step()
+    assert len(ends) > 1  # it came at different times
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_what_on_progress_raises_comes_when_the_parameter_is_whole(disk_folder, pipeline):
+    seen = []
+
+    def stop(done, total):
+        seen.append((done, total))
+        raise ZeroDivisionError
+
+    ours = [torch.nn.Parameter(torch.randn(60000)), torch.nn.Parameter(torch.randn(60000))]
+    theirs = copy.deepcopy(ours)
+    with make(ours, disk_folder, on_progress=stop, pipeline=pipeline) as swapped:
+        set_gradients(ours, 0)
+        with pytest.raises(ZeroDivisionError) as stopped:
+            swapped.step()
+        assert seen == [(1, seen[0][1])] and seen[0][1] > 4
+        assert [param is ours[1] for param in stopped.value.not_updated] == [True]
+        assert stopped.value.half_updated == [] and swapped.get_state(ours[1]) == {}
+        plain = torch.optim.AdamW(theirs)
+        set_gradients(theirs, 0)
+        theirs[1].grad = None
+        plain.step()
+        assert same_state(swapped.get_state(ours[0]), plain.state[theirs[0]])
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_a_parameter_whose_own_arithmetic_fails_is_named_with_its_state_as_before(disk_folder, monkeypatch):
+    ours = [torch.nn.Parameter(torch.randn(50, 50))]
+    with make(ours, disk_folder) as swapped:
+        set_gradients(ours, 0)
+        swapped.step()
+        (before,) = snapshot(ours, swapped)
+
+        def fail(inner):
+            inner.param_groups[0]["params"][0].mul_(2)
+            next(iter(inner.state.values()))["step"].add_(1)
+            raise MemoryError
+
+        with monkeypatch.context() as patched, pytest.raises(MemoryError) as failed:
+            patched.setattr("locked_tensor.swap.optimizer.step_without_hooks", fail)
+            swapped.step()
+        assert [param is ours[0] for param in failed.value.half_updated] == [True]
+        assert_same((before[0] * 2, swapped.get_state(ours[0])), (ours[0].detach(), before[1]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_is_refused_when_it_is_made(disk_folder):
+    params = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(TypeError, match="on_progress must be a function or None, got int"):
+        make(params, disk_folder, on_progress=5)
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for refused, told in (
+        (quantized, "quantized tensor of torch.qint8"),
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.ones(2, device="meta"), "on meta"),
+        (torch.nn.UninitializedParameter(), "not known yet|uninitialized"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make([params[0], refused], disk_folder)
+        with make(params, disk_folder) as swapped:
+            with pytest.raises(ValueError, match=told):
+                swapped.add_param_group({"params": [refused]})
+            assert len(swapped.param_groups) == 1
+    assert os.listdir(disk_folder) == []
+
+
+def test_statistics_outlive_close(disk_folder):
+    params = [torch.nn.Parameter(torch.ones(5000))]
+    with make(params, disk_folder) as swapped:
+        set_gradients(params, 0)
+        swapped.step()
+        before = swapped.stats()
+    assert swapped.stats() == before and before.steps == 1 and before.bytes_written > 0
+
+
+def test_parameters_that_are_on_disk_themselves_name_the_step_to_call(disk_folder):
+    module = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
+    with SwappedParameters(module, folder=disk_folder, max_locked_bytes=1 << 19) as swapped:
+        with make(module.parameters(), disk_folder) as optimizer:
+            module(torch.ones(1, 200)).sum().backward()
+            with pytest.raises(RuntimeError, match=r"call swapped.step\(optimizer\) in the place"):
+                optimizer.step()
+            swapped.step(optimizer)
+            assert all(optimizer.get_state(param)["step"] == 1 for param in module.parameters())
+
+
+def test_a_file_size_limit_is_told_as_such(disk_folder, files_of_at_most):
+    params = [torch.nn.Parameter(torch.ones(1 << 20))]
+    with make(params, disk_folder) as swapped:
+        set_gradients(params, 0)
+        with files_of_at_most(1 << 20), pytest.raises(OSError, match="ulimit -f") as refused:
+            swapped.step()
+        assert "free" not in str(refused.value) and swapped.get_state(params[0]) == {}
+        swapped.step()
+
+
+def test_a_state_dict_that_is_kept_outlives_close(disk_folder):
+    params = [torch.nn.Parameter(torch.ones(5000))]
+    with make(params, disk_folder) as swapped:
+        set_gradients(params, 0)
+        swapped.step()
+        kept = swapped.state_dict()["state"][0]
+        expected = copy.deepcopy(swapped.get_state(params[0]))
+    assert same_state(kept, expected)

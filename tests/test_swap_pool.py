@@ -12,11 +12,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import locked_tensor as lt
-from locked_tensor.swap import BufferState, PoolExhaustedError, SwapBufferPool, TensorSwapper
+from locked_tensor.swap import (
+    BufferState,
+    PoolExhaustedError,
+    SwapBufferPool,
+    SwappedOptimizer,
+    SwappedParameters,
+    TensorSwapper,
+    save_on_disk,
+)
 from locked_tensor.swap.folder import SwapFolder
 from locked_tensor.swap.store import SwapStore
+from locked_tensor.tensor import as_bytes
 
 PAGE = 4096
 
@@ -310,3 +320,157 @@ def test_leases_interrupted_anywhere_leak_no_room(handle, is_interrupted):
     for step in range(2000):
         is_interrupted(lambda: [pool.lease(PAGE, zero=False) for _ in range(8)], 1e-6 + 1e-7 * step)
     assert pool.available_bytes() == 8 * PAGE
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without bytes of its own, as those of torch's own extensions."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func}")
+
+
+def emptied():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+IMMOVABLE = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "on meta": lambda: torch.ones(3, device="meta"),
+    "FakeTensor": fake,
+    "Wrapper": lambda: Wrapper((3,)),
+    "UninitializedParameter": torch.nn.UninitializedParameter,
+    "without bytes": emptied,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", IMMOVABLE)
+def test_tensors_without_bytes_to_move_are_refused_by_name(handle, swapper, disk_folder, kind):
+    swapper.swap_out("x", torch.ones(3))
+    made = IMMOVABLE[kind]()
+    with pytest.raises(ValueError, match=f"tensor must be a strided CPU tensor.*{kind}"):
+        swapper.swap_out("x", made)
+    with pytest.raises(ValueError, match=f"out must be a strided CPU tensor.*{kind}"):
+        swapper.swap_in("x", out=made)
+    assert torch.equal(swapper.swap_in("x"), torch.ones(3))
+
+
+@pytest.mark.parametrize("given, told", [(None, "got None"), (5, "got a int"), ([1.0], "got a list")])
+def test_what_is_no_tensor_is_a_type_error(swapper, given, told):
+    swapper.swap_out("x", torch.ones(3))
+    with pytest.raises(TypeError, match=f"tensor must be .*{told}"):
+        swapper.swap_out("a", given)
+    if given is not None:
+        with pytest.raises(TypeError, match=f"out must be .*{told}"):
+            swapper.swap_in("x", out=given)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_locked_memory_of_a_quantized_dtype_is_refused_and_a_locked_copy_has_its_values(handle):
+    quantized = IMMOVABLE["quantized"]()
+    with pytest.raises(TypeError, match="torch.qint8 is quantized"):
+        handle.new_cpu_locked_tensor(4, quantized)
+    with pytest.raises(TypeError, match="needs example_tensor.*got int"):
+        handle.new_cpu_locked_tensor(4, 5)
+    pool = SwapBufferPool(handle, 1, 4096)
+    with pytest.raises(TypeError, match="torch.qint8 is quantized"):
+        pool.lease(8, torch.qint8)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype, got int"):
+        pool.lease(8, 5)
+    with pytest.raises(ValueError, match="no negative sizes"):
+        pool.lease(8, torch.float32, (-1,))
+    copy = lt.lock(quantized)
+    assert lt.is_locked(copy) and torch.equal(copy.dequantize(), quantized.dequantize())
+    with pytest.raises(TypeError, match="torch.qint8 is quantized"):
+        as_bytes(copy)
+
+
+def test_conjugated_and_negated_views_come_back_with_their_values(handle, swapper):
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    for each in (values.conj(), values.conj().imag, lt.lock(values).conj()):
+        swapper.swap_out("x", each)
+        assert torch.equal(swapper.swap_in("x"), each.clone())
+
+
+def test_handles_and_folders_of_another_type_are_refused_at_once(handle, disk_folder):
+    pool = SwapBufferPool(handle, 1, 4096)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    closed = lt.aio_handle()
+    closed.close()
+    for wrong, error, told in ((5, TypeError, "must be an AioHandle.*got int"), (closed, ValueError, "closed")):
+        for make in (
+            lambda: SwapBufferPool(wrong, 1, 4096),
+            lambda: TensorSwapper(wrong, disk_folder, pool),
+            lambda: SwappedOptimizer([parameter], torch.optim.SGD, folder=disk_folder, aio_handle=wrong),
+            lambda: SwappedParameters(torch.nn.Linear(2, 2), folder=disk_folder, aio_handle=wrong),
+            lambda: save_on_disk(disk_folder, aio_handle=wrong),
+        ):
+            with pytest.raises(error, match=told):
+                make()
+    for wrong in (5, [5], None):
+        with pytest.raises(TypeError, match="folder must be a path or a list of paths, got"):
+            TensorSwapper(handle, wrong, pool)
+    assert os.listdir(disk_folder) == []
+    for path in (os.fsencode(disk_folder), [os.fsencode(disk_folder)], disk_folder):
+        with TensorSwapper(handle, path, pool) as swapper:
+            swapper.swap_out("x", torch.arange(3))
+            assert torch.equal(swapper.swap_in("x"), torch.arange(3))
+            assert len(os.listdir(disk_folder)) == 1
+
+
+def test_a_file_that_may_not_be_so_large_names_the_limit_and_no_free_space(handle, disk_folder, files_of_at_most):
+    with TensorSwapper(handle, disk_folder, SwapBufferPool(handle, 1, 1 << 20)) as swapper:
+        with files_of_at_most(1 << 20), pytest.raises(OSError, match='"ulimit -f"\\), 1,048,576 bytes') as refused:
+            swapper.swap_out("x", torch.zeros(4 << 20, dtype=torch.uint8))
+        assert refused.value.errno == errno.EFBIG and "free" not in str(refused.value)
+
+
+CHILD = """
+    import gc, os, sys, torch, locked_tensor as lt
+    from locked_tensor.swap import SwapBufferPool, SwappedOptimizer, SwappedParameters, TensorSwapper, save_on_disk
+    folder, is_dropped = sys.argv[1], sys.argv[2] == "dropped"
+    handle = lt.aio_handle()
+    swapper = TensorSwapper(handle, folder, SwapBufferPool(handle, 1, 1 << 20))
+    swapper.swap_out("x", torch.arange(1000))
+    own = [torch.nn.Parameter(torch.ones(20000))]
+    optimizer = SwappedOptimizer(own, torch.optim.Adam, folder=folder, min_bytes=1)
+    own[0].grad = torch.ones(20000)
+    optimizer.step()
+    saved = save_on_disk(folder, min_bytes=1)
+    parameters = SwappedParameters(torch.nn.Linear(8, 8), folder=folder, max_locked_bytes=1 << 20)
+    before = sorted(os.walk(folder))
+    child = os.fork()
+    if child == 0:
+        if is_dropped:
+            del swapper, optimizer, saved, parameters, handle
+            gc.collect()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(os.walk(folder)) == before
+    assert torch.equal(swapper.swap_in("x"), torch.arange(1000))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["dropped", "kept"])
+def test_a_forked_child_drops_what_it_inherits_in_silence(disk_folder, how):
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(disk_folder), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert os.listdir(disk_folder) == []

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from locked_tensor.handle import AioHandle
+from locked_tensor.movable import is_movable
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import buffer_bytes_within
@@ -29,7 +30,7 @@ class save_on_disk(torch.autograd.graph.saved_tensors_hooks):
     The counterpart of `torch.autograd.graph.save_on_cpu`. Gradients are the same bits. Tensors are copied
     to locked buffers and written while forward goes on; backward reads them ahead in reverse order, into
     ordinary memory. Parameters and their views stay where they are, and so do tensors that are not dense
-    strided CPU tensors of at least `min_bytes`. The files are gone when the last graph is, or at exit.
+    strided CPU tensors of at least `min_bytes`, as quantized ones and wrappers of other tensors. The files are gone when the last graph is, or at exit.
 
         with save_on_disk("/nvme") as saved:
             loss = model(batch)
@@ -133,7 +134,8 @@ class _Offload:
             return Kept(tensor)
         with self._lock:
             self._collect()
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+            layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            key = (tensor.data_ptr(), *layout, tensor._version)
             if key in self._known:
                 storage, known = self._known[key]
                 saved = known()
@@ -155,7 +157,7 @@ class _Offload:
             return saved.finish_reading(self.io)
 
     def _goes_to_disk(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < self.min_bytes:
+        if not is_movable(tensor) or tensor.nbytes < self.min_bytes:
             return False
         if any(each.is_leaf and each.requires_grad for each in (tensor, tensor._base) if each is not None):
             return False  # a parameter or its view: it stays in memory anyway

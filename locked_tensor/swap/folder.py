@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Callable, Union
 
-FolderPath = Union[str, "os.PathLike[str]"]
+FolderPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 
 _PREFIX = "locked_tensor-swap-"
 _LOCK = "in-use"
@@ -27,10 +27,11 @@ class SwapFolder:
 
     Raises:
         OSError: `parent` is missing, not a folder, or may not be written.
+        TypeError: it is no path.
     """
 
     def __init__(self, parent: FolderPath) -> None:
-        self.parent = Path(os.fspath(parent))
+        self.parent = Path(os.fsdecode(_checked(parent)))
         parent_fd = os.open(self.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(parent_fd, fcntl.LOCK_EX)
@@ -50,6 +51,12 @@ class SwapFolder:
     def close(self) -> None:
         """Removes the folder and what is in it. Idempotent."""
         self._remove()
+
+
+def _checked(parent: object) -> FolderPath:
+    if not isinstance(parent, (str, bytes, os.PathLike)):
+        raise TypeError(f"folder must be a path or a list of paths, got {type(parent).__name__}")
+    return parent
 
 
 def _remove_own(path: Path, lock_fd: int, owner: int) -> None:

@@ -8,13 +8,14 @@ import torch
 from torch.optim import Optimizer
 
 from locked_tensor.handle import AioHandle
+from locked_tensor.movable import check_movable
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_gradients import SwappedGradients
 from locked_tensor.swap.optimizer_masters import MASTER, MASTER_DTYPE, check_master, stand_in, with_gradient
 from locked_tensor.swap.optimizer_records import SMALLEST_BUFFER, StateRecords, is_elementwise, step_without_hooks
 from locked_tensor.swap.optimizer_scaling import scaling_of
-from locked_tensor.swap.optimizer_state import State, local
-from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks
+from locked_tensor.swap.optimizer_state import State, copied, local
+from locked_tensor.swap.optimizer_step import Part, Pipeline, into_chunks, tell_unfinished
 from locked_tensor.swap.pool import buffer_bytes_within
 from locked_tensor.swap.transfer import open_swap_with_pool
 
@@ -68,12 +69,16 @@ class SwappedOptimizer(Optimizer):
             is kept with its state, is updated in its place from the gradient cast to float32, and is
             rounded into it. Its state is float32 too. Wider parameters are their own masters. A
             `GradScaler` then leaves unscaling to the step, and so takes float16 gradients.
-        on_progress: called as `on_progress(done, total)` after each part of a step.
+        on_progress: called as `on_progress(done, total)` after each part of a step, with the count of
+            parts that are updated and of all. A part is what one locked buffer holds: several small
+            parameters, or a slice of a large one. What it raises ends the step, once the parameter
+            that is being updated is whole.
         **kwargs: `optimizer_class`'s own.
 
     Raises:
         ValueError: an optimizer that cannot be swapped, `differentiable=True`, a parameter that is
-            not on the CPU, or too small a `max_locked_bytes`.
+            no strided CPU tensor with bytes of its own, or too small a `max_locked_bytes`.
+        TypeError: `on_progress` cannot be called; `aio_handle` or `folder` is none.
         OSError: the folder may not be written.
         LockLimitError: so much memory may not be locked.
     """
@@ -94,6 +99,8 @@ class SwappedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class, kwargs)
+        if on_progress is not None and not callable(on_progress):
+            raise TypeError(f"on_progress must be a function or None, got {type(on_progress).__name__}")
         budget = _DEFAULT_BUDGET if max_locked_bytes is None else max_locked_bytes
         buffer_bytes = min(buffer_bytes_within(budget, _BUFFERS, SMALLEST_BUFFER), _LARGEST_BUFFER)
         self._optimizer_class = optimizer_class
@@ -106,6 +113,7 @@ class SwappedOptimizer(Optimizer):
         self._unscale: Optional[float] = None
         self._steps = 0
         self._is_closed = False
+        self._last_stats: Optional[OptimizerSwapStats] = None
 
         listed = list(params)
         probe = optimizer_class([torch.zeros(1, 1)], **kwargs)
@@ -140,6 +148,11 @@ class SwappedOptimizer(Optimizer):
             if param.device.type != "cpu":
                 self.param_groups.pop()
                 raise ValueError(f"SwappedOptimizer updates on the CPU; a parameter is on {param.device}")
+            try:
+                check_movable("a parameter", local(param))
+            except ValueError:
+                self.param_groups.pop()
+                raise
             if local(param) is not param and not is_elementwise(self._optimizer_class):
                 self.param_groups.pop()
                 raise ValueError(f"{self._optimizer_class.__name__} does not take sharded parameters")
@@ -160,12 +173,16 @@ class SwappedOptimizer(Optimizer):
 
         Raises:
             OSError: the disk failed; the message names the file. Room on disk for new state is taken
-                before anything is updated: then nothing has changed. If reading or writing fails
-                later, `not_updated` of the exception lists the parameters that this step did not
-                update whole; the state of the others is complete, what could not be written of it in
-                memory, and is written by the next step.
-            RuntimeError: sparse gradients that the class does not take, or a `GradScaler` with master
-                weights while gradients are on disk. Nothing has changed.
+                before anything is updated: then nothing has changed.
+            RuntimeError: sparse gradients that the class does not take, a `GradScaler` with master
+                weights while gradients are on disk, or a parameter that `SwappedParameters` keep on
+                disk (call their `step`). Nothing has changed.
+
+        Whatever ends a step once updating has begun, an interrupt and what `on_progress` raises included,
+        has the attributes `not_updated`, the parameters that this step did not update whole, and
+        `half_updated`, those of them that it has changed: in part, or without their state. The others of
+        `not_updated`, and their state, are as before the step. The state of parameters that were updated
+        is complete, what could not be written of it in memory, and is written by the next step.
         """
         self._check_open()
         loss = None
@@ -191,11 +208,7 @@ class SwappedOptimizer(Optimizer):
         if param not in self._records:
             self._group_of(param)
             return {}
-        copied = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in self._records[param].whole().items()
-        }
-        return copied
+        return copied(self._records[param].whole())
 
     def set_state(self, param: torch.Tensor, state: State) -> None:
         """Replaces a parameter's state, tensors of the shapes that `get_state` gives.
@@ -238,6 +251,7 @@ class SwappedOptimizer(Optimizer):
         Later steps show in the mapped tensors, as they do in torch's own; clone what must not change.
         Master weights are in it as `"master_param"` of each parameter's state, float32 and of the
         parameter's shape: with the parameters themselves all that a run needs to go on to the same bits.
+        A map outlives `close`; the disk space of the swap files is free when the last is dropped.
         """
         self._check_open()
         for param in self._records:
@@ -274,7 +288,9 @@ class SwappedOptimizer(Optimizer):
             after(self)
 
     def stats(self) -> OptimizerSwapStats:
-        """What was done so far."""
+        """What was done so far, after `close` in all."""
+        if self._last_stats is not None:
+            return self._last_stats
         moved = self._io.stats()
         return OptimizerSwapStats(
             self._steps,
@@ -287,13 +303,18 @@ class SwappedOptimizer(Optimizer):
         )
 
     def close(self) -> None:
-        """Removes the state from disk and unlocks all memory. Final and idempotent."""
+        """Removes the state from disk and unlocks all memory. Final and idempotent.
+
+        Tensors of a `state_dict` that are kept map the removed files: their space on disk is free when
+        the last of them is dropped.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self._gradients is not None:
             self._gradients.close()
         self._close_files()
+        self._last_stats = self.stats()
         del self._pool, self._pipeline, self._records
         self._gradients = None
 
@@ -350,6 +371,7 @@ class SwappedOptimizer(Optimizer):
         active = [(group, param) for group in self.param_groups for param in group["params"]]
         active = [(group, param) for group, param in active if self._has_gradient(param)]
         for _, param in active:
+            _check_in_memory(param)
             if is_elementwise(self._optimizer_class) and param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(f"{self._optimizer_class.__name__} does not take sparse gradients")
         self._records.make(active)
@@ -369,18 +391,40 @@ class SwappedOptimizer(Optimizer):
         chunks = into_chunks(parts, self._pool.buffer_bytes)
         try:
             self._pipeline.run(chunks, lambda done: self._report(done, len(chunks)))
-        except (OSError, EOFError) as error:
-            error.not_updated = self._not_updated(parts)  # type: ignore[union-attr]
+            for owner in dict.fromkeys(part.piece.owner for part in parts):
+                if any(piece.resident for piece in owner.pieces):
+                    self._records.lay_out_again(owner)
+        except BaseException as error:
+            tell_unfinished(error, parts)
             raise
-        for owner in {id(part.piece.owner): part.piece.owner for part in parts}.values():
-            if any(piece.resident for piece in owner.pieces):
-                self._records.lay_out_again(owner)
 
     def _update(self, parts: list[Part]) -> None:
         """Runs the optimizer on some pieces and no others."""
-        owned = [part.piece.tensor(part.gradient) for part in parts]
-        tensors = [self._stepped(part, own) for part, own in zip(parts, owned)]
-        inner = self._inner
+        owned: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
+        try:
+            for part in parts:
+                owned.append(part.piece.tensor(part.gradient))
+                tensors.append(self._stepped(part, owned[-1]))
+            self._lend(parts, tensors)
+            step_without_hooks(self._inner)
+            for part, own, tensor in zip(parts, owned, tensors):
+                part.state = dict(self._inner.state[tensor])
+                if self._records.keeps_master(part.piece.owner.param):
+                    own.copy_(tensor)
+                    part.state[MASTER] = tensor
+        finally:
+            self._inner.state.clear()
+            self._inner.param_groups = []
+            for own, tensor in zip(owned, tensors):
+                if tensor is not own:
+                    tensor.grad = None
+            for part in parts:
+                if part.gradient is not None and not part.piece.owner.is_cut:
+                    part.piece.owner.param.grad = None  # it is on disk still
+
+    def _lend(self, parts: list[Part], tensors: list[torch.Tensor]) -> None:
+        """Gives the inner optimizer these tensors, each with its part's state and group."""
         groups: dict[int, dict[str, Any]] = {}
         for part, tensor in zip(parts, tensors):
             subset = groups.setdefault(id(part.group), {**part.group, "params": []})
@@ -389,25 +433,9 @@ class SwappedOptimizer(Optimizer):
             if part.piece.is_fresh and self._makes_state_early:
                 maker = self._optimizer_class([{**subset, "params": [tensor]}], **self._options)
                 part.state = dict(maker.state[tensor])
-        inner.param_groups = list(groups.values())
-        for part, tensor in zip(parts, tensors):
             if part.state:
-                inner.state[tensor] = part.state
-        try:
-            step_without_hooks(inner)
-            for part, own, tensor in zip(parts, owned, tensors):
-                part.state = dict(inner.state[tensor])
-                if self._records.keeps_master(part.piece.owner.param):
-                    own.copy_(tensor)
-                    part.state[MASTER] = tensor
-        finally:
-            inner.state.clear()
-            inner.param_groups = []
-            for part, own, tensor in zip(parts, owned, tensors):
-                if tensor is not own:
-                    tensor.grad = None
-                if part.gradient is not None:
-                    own.grad = None  # it is on disk still
+                self._inner.state[tensor] = part.state
+        self._inner.param_groups = list(groups.values())
 
     def _stepped(self, part: Part, own: torch.Tensor) -> torch.Tensor:
         """What is updated, with its gradient: a master, the parameter itself, or where gradients are
@@ -419,9 +447,14 @@ class SwappedOptimizer(Optimizer):
             return with_gradient(master, own.grad, self._unscale)
         return own if self._unscale is None else with_gradient(own.detach(), own.grad, self._unscale)
 
-    def _not_updated(self, parts: list[Part]) -> list[torch.Tensor]:
-        left = {id(part.piece.owner): part.piece.owner for part in parts if not part.is_updated}
-        return [owner.param for owner in left.values()]
+
+def _check_in_memory(param: torch.Tensor) -> None:
+    own = local(param)
+    if own.untyped_storage().nbytes() < own.nbytes:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(own.shape)} has no memory for its elements: if SwappedParameters keep "
+            "it on disk, call swapped.step(optimizer) in the place of optimizer.step()"
+        )
 
 
 def _check_class(optimizer_class: Type[Optimizer], options: dict[str, Any]) -> None:

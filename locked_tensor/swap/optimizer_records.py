@@ -14,6 +14,7 @@ from locked_tensor.swap.optimizer_state import (
     Piece,
     State,
     as_laid_out,
+    copied,
     in_storage_order,
     is_dense,
     lay_out,
@@ -148,19 +149,16 @@ class StateRecords:
         for piece in owner.pieces:
             piece.is_fresh = not state.keys() - {MASTER}
             piece.has_master = MASTER in state
-            piece.memory = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-                if key not in swapped
-            }
+            piece.memory = copied({key: value for key, value in state.items() if key not in swapped})
         try:
             self._write_whole(owner, swapped)
         except BaseException:
             self._release(owner)
             raise
-        if param in self._records:
-            self._release(self._records[param])
+        before = self._records.get(param)
         self._records[param] = owner
+        if before is not None:  # last: whatever interrupts this, no room is used twice
+            self._release(before)
 
     def lay_out_again(self, owner: ParamState) -> None:
         """Moves state to disk that had no room there: a layout that only the first step has shown."""

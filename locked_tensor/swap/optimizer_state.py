@@ -15,6 +15,11 @@ from locked_tensor.swap.store import Extent, page_aligned
 State = dict[str, Any]
 
 
+def copied(state: State) -> State:
+    """The state with tensors of its own."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 class Field(NamedTuple):
     """A state tensor as it lies in its parameter's extent."""
 

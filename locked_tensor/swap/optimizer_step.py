@@ -11,7 +11,7 @@ import torch
 
 from locked_tensor.errors import InternalError
 from locked_tensor.swap.optimizer_masters import MASTER
-from locked_tensor.swap.optimizer_state import Field, Piece, State
+from locked_tensor.swap.optimizer_state import Field, ParamState, Piece, State, copied, local
 from locked_tensor.swap.pool import Lease, SwapBufferPool
 from locked_tensor.swap.store import Extent, page_aligned
 from locked_tensor.swap.transfer import Pending, SwapIo
@@ -30,7 +30,21 @@ class Part:
     gradient_extent: Optional[Extent] = None  #: of the whole parameter, where its gradient is on disk
     state: State = field(default_factory=dict)
     gradient: Optional[torch.Tensor] = None  #: flat, of the piece, once it is read
-    is_updated: bool = False
+    version: Optional[int] = None  #: of the parameter when the update was begun
+    is_updated: bool = False  #: whole: the parameter, and its state on disk or in memory
+
+    def begin(self) -> None:
+        """Remembers what the parameter is before its update."""
+        self.version = self._version()
+
+    @property
+    def has_changed(self) -> bool:
+        """Was anything written to the parameter since `begin`?"""
+        return self.version is not None and (self.version < 0 or self.version != self._version())
+
+    def _version(self) -> int:
+        own = local(self.piece.owner.param)
+        return -1 if own.is_inference() else own._version  # without a counter: it may have
 
     @property
     def nbytes(self) -> int:
@@ -59,15 +73,23 @@ class Chunk:
     lease: Optional[Lease] = None
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     pending: list[Pending] = field(default_factory=list)
+    is_kept: bool = False  #: it holds the state after the update
+    is_submitted: bool = False  #: all of that is being written
 
     def add(self, part: Part) -> None:
         part.offset = self.nbytes
         self.nbytes += part.nbytes
         self.parts.append(part)
 
+    def finish(self) -> None:
+        """Its state is where it belongs, on disk or in memory."""
+        for part in self.parts:
+            part.is_updated = True
+        self.drop_memory()
+
     def drop_memory(self) -> None:
         """Whoever keeps the chunk, as an exception's traceback may, keeps no memory with it."""
-        self.lease, self.memory = None, torch.empty(0, dtype=torch.uint8)
+        self.lease, self.memory, self.pending = None, torch.empty(0, dtype=torch.uint8), []
         for part in self.parts:
             part.state, part.gradient = {}, None
 
@@ -84,6 +106,17 @@ def into_chunks(parts: list[Part], chunk_bytes: int) -> list[Chunk]:
             chunks.append(Chunk())
         chunks[-1].add(part)
     return chunks if chunks[0].parts else []
+
+
+def tell_unfinished(error: BaseException, parts: list[Part]) -> None:
+    """Sets `not_updated` and `half_updated` of what ended a step of these parts early."""
+    owners: dict[ParamState, list[Part]] = {}
+    for part in parts:
+        owners.setdefault(part.piece.owner, []).append(part)
+    left = {owner: own for owner, own in owners.items() if not all(part.is_updated for part in own)}
+    half = [owner for owner, own in left.items() if any(part.is_updated or part.has_changed for part in own)]
+    # Not by setattr, which an exception's class may refuse.
+    vars(error).update(not_updated=[owner.param for owner in left], half_updated=[owner.param for owner in half])
 
 
 class Pipeline:
@@ -103,33 +136,52 @@ class Pipeline:
     def run(self, chunks: list[Chunk], on_progress: Callable[[int], None]) -> None:
         """Updates every chunk. However it ends, nothing is in flight afterwards.
 
+        Whatever ends it early, parts that are updated are so whole, the state of those that could not be
+        written in memory. What `on_progress` raises is raised when no parameter is between its pieces.
+
         Raises:
-            OSError, ShortReadError: the disk failed. The state of chunks that were updated and could
-                not be written stays in memory; chunks after them are as they were.
+            OSError, ShortReadError: the disk failed.
         """
-        ahead = _READ_AHEAD if self._is_overlapped else 0
-        started = 0
+        refusal: Optional[BaseException] = None  # of on_progress
         try:
+            started = 0
             for index, chunk in enumerate(chunks):
-                while started < min(index + 1 + ahead, len(chunks)):
+                while started < min(index + 1 + (_READ_AHEAD if self._is_overlapped else 0), len(chunks)):
                     self._start_reading(chunks[started])
                     started += 1
                 for pending in chunk.pending:
                     pending.wait()
                 chunk.pending = []
-                began = time.perf_counter()
-                self._update(chunk.parts)
-                for part in chunk.parts:
-                    part.is_updated = True
-                self.update_seconds += time.perf_counter() - began
+                self._update_and_keep(chunk)
                 self._start_writing(chunk)
-                on_progress(index + 1)
+                if refusal is None:
+                    refusal = _refusal(on_progress, index + 1)
+                if refusal is not None and not _is_continued(chunks, index):
+                    raise refusal
                 if not self._is_overlapped:
                     self._finish_oldest()
             while self._writing:
                 self._finish_oldest()
+        except BaseException as error:
+            if refusal is not None and error is not refusal:
+                error.__context__ = refusal
+            self._abandon(chunks)
+            raise
         finally:
-            self._abandon(chunks[:started])
+            refusal = None  # its traceback has this frame
+
+    def _update_and_keep(self, chunk: Chunk) -> None:
+        for part in chunk.parts:
+            part.begin()
+        began = time.perf_counter()
+        self._update(chunk.parts)
+        try:
+            self._keep_all(chunk)
+        except BaseException:  # an interrupt: what is updated is kept all the same
+            self._keep_all(chunk)
+            raise
+        finally:
+            self.update_seconds += time.perf_counter() - began
 
     def _start_reading(self, chunk: Chunk) -> None:
         chunk.memory = self._memory_for(chunk)
@@ -146,14 +198,9 @@ class Pipeline:
                 part.state[each.key] = view
             if part.gradient_extent is not None:
                 reads.append(self._gradient_run(part, chunk.memory))
-            part.state |= {
-                key: value for key, value in part.piece.resident.items() if key not in part.state
-            }
-            part.state |= part.piece.memory
-        chunk.pending = [
-            self._io.read(run.extent, chunk.memory[run.offset : run.offset + run.nbytes], run.file_offset)
-            for run in reads
-        ]
+            others = {key: value for key, value in part.piece.resident.items() if key not in part.state}
+            part.state |= copied(others | part.piece.memory)  # as they are if the update fails
+        self._start(self._io.read, reads, chunk)
 
     def _gradient_run(self, part: Part, memory: torch.Tensor) -> _Run:
         if part.gradient_extent is None:
@@ -175,22 +222,31 @@ class Pipeline:
     def _start_writing(self, chunk: Chunk) -> None:
         writes: list[_Run] = []
         for part in chunk.parts:
-            self._keep(part, chunk.memory)
             for each, offset, nbytes in part.slots():
                 chunk.memory[offset + part.piece.nbytes_of(each) : offset + nbytes].zero_()
                 _append(writes, _run(part.piece, each, offset, nbytes))
         self._writing.append(chunk)
-        chunk.pending = [
-            self._io.write(run.extent, chunk.memory[run.offset : run.offset + run.nbytes], run.file_offset)
-            for run in writes
-        ]
+        self._start(self._io.write, writes, chunk)
+        chunk.is_submitted = True
+
+    def _start(self, move: Callable[[Extent, torch.Tensor, int], Pending], runs: list[_Run], chunk: Chunk) -> None:
+        for run in runs:
+            memory = chunk.memory[run.offset : run.offset + run.nbytes]
+            chunk.pending.append(move(run.extent, memory, run.file_offset))
+
+    def _keep_all(self, chunk: Chunk) -> None:
+        for part in chunk.parts:
+            self._keep(part, chunk.memory)
+        chunk.is_kept = True
+        for part in chunk.parts:
+            part.state, part.gradient = {}, None
 
     def _keep(self, part: Part, memory: torch.Tensor) -> None:
         """Puts the state after an update where it belongs: in the buffer, or in memory."""
         piece = part.piece
         slots = {each.key: (each, offset, nbytes) for each, offset, nbytes in part.slots()}
-        piece.memory, piece.resident, piece.is_fresh = {}, {}, False
-        piece.has_master = MASTER in part.state
+        in_memory: State = {}
+        resident: dict[str, torch.Tensor] = {}
         for key, value in part.state.items():
             if key in slots:
                 each, offset, nbytes = slots[key]
@@ -198,46 +254,49 @@ class Pipeline:
                 if view.data_ptr() != value.data_ptr():
                     view.copy_(value)
             elif isinstance(value, torch.Tensor) and _is_swapped(value, piece, self._min_bytes):
-                piece.resident[key] = value
+                resident[key] = value
             else:
-                piece.memory[key] = value
-        part.state, part.gradient = {}, None
+                in_memory[key] = value
+        piece.memory, piece.resident = in_memory, resident
+        piece.is_fresh, piece.has_master = False, MASTER in part.state
 
     def _finish_oldest(self) -> None:
-        chunk = self._writing.popleft()
-        try:
-            for pending in chunk.pending:
-                pending.wait()
-        except BaseException:
-            self._rescue(chunk)
-            raise
-        chunk.pending = []
-        chunk.drop_memory()
-
-    def _rescue(self, chunk: Chunk) -> None:
-        """Keeps in memory what could not be written."""
-        for pending in chunk.pending:
-            pending.drain()
-        for part in chunk.parts:
-            for each, offset, nbytes in part.slots():
-                view = part.piece.view(each, chunk.memory[offset : offset + nbytes])
-                part.piece.resident[each.key] = view.clone()
-        chunk.pending = []
+        for pending in self._writing[0].pending:
+            pending.wait()
+        self._writing.popleft().finish()
 
     def _abandon(self, chunks: list[Chunk]) -> None:
-        """Ends what is in flight, once an error is on its way; after a whole run nothing is."""
-        while self._writing:
-            chunk = self._writing.popleft()
-            for pending in chunk.pending:
-                pending.drain()
-            if any(pending.failure() is not None for pending in chunk.pending):
-                self._rescue(chunk)
-            chunk.pending = []
+        """Ends what is in flight, once an error is on its way, and keeps in memory what was not written."""
+        self._writing.clear()
+        self._io.drain()
         for chunk in chunks:
-            for pending in chunk.pending:
-                pending.drain()
-            chunk.pending = []
+            if chunk.is_kept and not chunk.parts[0].is_updated:
+                if not chunk.is_submitted or any(pending.failure() is not None for pending in chunk.pending):
+                    _rescue(chunk)
+                chunk.finish()
             chunk.drop_memory()
+
+
+def _rescue(chunk: Chunk) -> None:
+    for part in chunk.parts:
+        for each, offset, nbytes in part.slots():
+            view = part.piece.view(each, chunk.memory[offset : offset + nbytes])
+            part.piece.resident[each.key] = view.clone()
+
+
+def _refusal(on_progress: Callable[[int], None], done: int) -> Optional[BaseException]:
+    """What it raises, an interrupt included; the caller raises it."""
+    try:
+        on_progress(done)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _is_continued(chunks: list[Chunk], index: int) -> bool:
+    """Is the last parameter of a chunk updated further in the next?"""
+    following = chunks[index + 1 : index + 2]
+    return any(chunk.parts[0].piece.owner is chunks[index].parts[-1].piece.owner for chunk in following)
 
 
 @dataclass

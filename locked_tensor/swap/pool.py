@@ -16,7 +16,8 @@ from typing import Any, Optional, Sequence
 import torch
 
 from locked_tensor.errors import InternalError
-from locked_tensor.handle import AioHandle
+from locked_tensor.handle import AioHandle, check_handle
+from locked_tensor.movable import check_dtype
 from locked_tensor.swap.free_space import FreeSpace
 from locked_tensor.swap.store import PAGE_BYTES, page_aligned
 from locked_tensor.tensor import tag
@@ -210,10 +211,12 @@ class SwapBufferPool:
 
     Raises:
         LockLimitError: so much memory could not be locked.
-        ValueError: `count` or `buffer_bytes` is not positive.
+        ValueError: `count` or `buffer_bytes` is not positive, or the handle is closed.
+        TypeError: not a handle.
     """
 
     def __init__(self, aio_handle: AioHandle, count: int, buffer_bytes: int) -> None:
+        check_handle(aio_handle)
         if count <= 0 or buffer_bytes <= 0:
             raise ValueError(f"count and buffer_bytes must be positive, got {count} and {buffer_bytes}")
         self.count = count
@@ -261,9 +264,13 @@ class SwapBufferPool:
         Raises:
             PoolExhaustedError: no room, within the timeout.
             ValueError: `nbytes` exceeds a buffer, or is too little for the tensor.
+            TypeError: no dtype, or a quantized one.
         """
+        check_dtype(dtype)
         shape = (nbytes // dtype.itemsize,) if shape is None else tuple(shape)
         count = torch.Size(shape).numel()
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape must have no negative sizes, got {shape}")
         if nbytes < count * dtype.itemsize or nbytes < 0:
             raise ValueError(f"{nbytes} bytes are too few for shape {shape} of {dtype}")
         if nbytes > self.buffer_bytes:

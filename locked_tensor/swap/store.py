@@ -7,10 +7,11 @@ import fcntl
 import mmap
 import os
 import queue
+import resource
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterable, Sequence, Union
+from typing import Any, Iterable, Sequence, Union
 
 import torch
 
@@ -95,10 +96,11 @@ class SwapStore:
 
     Raises:
         OSError: a folder is missing or may not be written.
+        TypeError, ValueError: no path, or an empty list.
     """
 
     def __init__(self, folders: Union[FolderPath, Iterable[FolderPath]]) -> None:
-        parents = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
+        parents = _listed(folders)
         if not parents:
             raise ValueError("folder must be a path or a list of paths, got an empty list")
         self._folders = [SwapFolder(parent) for parent in parents]
@@ -123,8 +125,8 @@ class SwapStore:
         """An extent of at least `nbytes`, in the folder with the least in use that has room.
 
         Raises:
-            OSError: no folder has room (ENOSPC, with the bytes wanted and free), or another reason
-                why the file cannot grow. Nothing has changed then.
+            OSError: no folder has room (ENOSPC, with the bytes wanted and free), the file would exceed
+                the largest that may be (EFBIG, with the limit), or another reason why it cannot grow. Nothing has changed then.
         """
         nbytes = page_aligned(max(nbytes, 1))
         with self._lock:
@@ -145,21 +147,34 @@ class SwapStore:
         """Takes an extent back. Nothing may be in flight on it."""
         self._freed.put(extent)  # never a lock: this may run in a finalizer, inside any other call
 
+    def forget(self) -> None:
+        """Of a forked child: closes its copies of the descriptors. Files and folders are its parent's."""
+        if not self._is_closed:  # no lock: a thread that the child does not have may hold it
+            self._close_files()
+
     def close(self) -> None:
         """Removes files and folders. Maps made of them stay readable. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
-            self._is_closed = True
-            for file in self._files:
-                os.close(file.fd)
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._is_closed = True
+        for file in self._files:
+            os.close(file.fd)
         for folder in self._folders:
-            folder.close()
+            folder.close()  # in a child it only forgets it
 
     def _collect(self) -> None:
         while not self._freed.empty():
             extent = self._freed.get()
             extent.file.free.give_back(extent.offset, extent.nbytes)
+
+
+def _listed(folders: Any) -> list[Any]:
+    is_list = isinstance(folders, Iterable) and not isinstance(folders, (str, bytes, os.PathLike))
+    return list(folders) if is_list else [folders]
 
 
 def _create_file(folder: SwapFolder) -> _SwapFile:
@@ -173,6 +188,11 @@ def _create_file(folder: SwapFolder) -> _SwapFile:
 
 
 def _refusal(error: OSError, file: _SwapFile, nbytes: int) -> OSError:
-    free = free_bytes(file.path.parent)
-    text = f"{error.strerror}: {nbytes:,} more bytes of swap space are needed, {free:,} are free"
+    text = f"{error.strerror}: {nbytes:,} more bytes of swap space are needed"
+    if error.errno == errno.ENOSPC:
+        text += f", {free_bytes(file.path.parent):,} are free"
+    elif error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        most = "of its file system" if limit == resource.RLIM_INFINITY else f'of this process ("ulimit -f"), {limit:,} bytes'
+        text += f" in a file of {file.size:,}, which would exceed the largest file {most}"
     return OSError(error.errno, text, str(file.path))

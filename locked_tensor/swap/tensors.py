@@ -9,6 +9,7 @@ import torch
 
 from locked_tensor.handle import AioHandle
 from locked_tensor.memory import is_locked
+from locked_tensor.movable import check_movable
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_state import in_storage_order, is_dense
 from locked_tensor.swap.pool import Lease, PoolExhaustedError, SwapBufferPool
@@ -67,10 +68,11 @@ class TensorSwapper:
 
         Raises:
             OSError: no room on disk; what had the name before is as it was.
-            ValueError: not a strided CPU tensor.
+            TypeError: not a tensor.
+            ValueError: not a strided CPU tensor with bytes of its own: a sparse, nested, quantized, meta,
+                fake or uninitialized one, or a wrapper of others.
         """
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise ValueError(f"only strided CPU tensors are swapped, got {tensor.layout} on {tensor.device}")
+        check_movable("tensor", tensor)
         with self._lock:
             self._check_open()
             swapped = _Swapped(name, tensor, self._store.allocate(tensor.nbytes))
@@ -112,7 +114,10 @@ class TensorSwapper:
             KeyError: nothing has that name.
             PoolExhaustedError: the pool has no room.
             OSError, ShortReadError: it could not be written or read.
+            TypeError, ValueError: `out` is not such a tensor.
         """
+        if out is not None:
+            check_movable("out", out)
         with self._lock:
             swapped = self._find(name)
             if out is not None:

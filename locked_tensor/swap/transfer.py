@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -9,7 +10,7 @@ from typing import Callable, Iterable, NamedTuple, Optional, Union
 
 import torch
 
-from locked_tensor.handle import AioHandle, IoTicket, aio_handle
+from locked_tensor.handle import AioHandle, IoTicket, aio_handle, check_handle
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.pool import Lease, SwapBufferPool
 from locked_tensor.swap.store import Extent, SwapStore, page_aligned
@@ -17,12 +18,12 @@ from locked_tensor.tensor import as_bytes
 
 
 class SwapStats(NamedTuple):
-    """What has been swapped, and what it cost."""
+    """What has been swapped, and what it cost, since the object was made. It can be asked after close too."""
 
-    bytes_read: int
-    bytes_written: int
-    io_seconds: float  #: in which something was under way
-    wait_seconds: float  #: in which a caller stood waiting for it
+    bytes_read: int  #: bytes of the reads that were started, ahead of their use too; failed ones count
+    bytes_written: int  #: bytes of the writes that were started
+    io_seconds: float  #: in which at least one read or write was under way: two at once count once
+    wait_seconds: float  #: in which a caller stood waiting for one to end; of several threads, their sum
 
     @property
     def overlap(self) -> float:
@@ -81,6 +82,8 @@ class SwapIo:
     """Moves tensors between memory and extents. Makes its own handle when given none. Thread-safe."""
 
     def __init__(self, handle: Optional[AioHandle], staging_bytes: int = 8 << 20) -> None:
+        if handle is not None:
+            check_handle(handle)
         self._owns_handle = handle is None
         self.handle = aio_handle(staging_bytes=staging_bytes) if handle is None else handle
         self._lock = threading.Lock()
@@ -103,10 +106,14 @@ class SwapIo:
         with self._lock:
             return self._stats
 
-    def close(self) -> None:
-        """Nothing is in flight afterwards, whatever came of it. Closes the handle if it was made here."""
+    def drain(self) -> None:
+        """Nothing is in flight afterwards, whatever came of it."""
         for pending in list(self._in_flight):
             pending.drain()
+
+    def close(self) -> None:
+        """As `drain`, and closes the handle if it was made here."""
+        self.drain()
         if self._owns_handle:
             self.handle.close()
 
@@ -152,7 +159,7 @@ def open_swap(
     except BaseException:
         store.close()
         raise
-    return io, store, weakref.finalize(owner, _close, io, store)
+    return io, store, weakref.finalize(owner, _close, io, store, os.getpid())
 
 
 def open_swap_with_pool(
@@ -177,7 +184,10 @@ def open_swap_with_pool(
     return io, store, pool, close_files
 
 
-def _close(io: SwapIo, store: SwapStore) -> None:
+def _close(io: SwapIo, store: SwapStore, process: int) -> None:
+    if os.getpid() != process:  # a forked child, to which handle and files do not belong
+        store.forget()
+        return
     try:
         io.close()
     finally:
