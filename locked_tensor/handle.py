@@ -283,7 +283,9 @@ def aio_handle(
             where the file system does not grant it, ValueError at once for offsets and sizes that are
             no multiples of its sectors, of which the message tells the size) or "never" (through the
             page cache).
-        staging_bytes: locked memory at most for what cannot move directly.
+        staging_bytes: memory at most for what cannot move directly, locked where the lock limit leaves
+            room: at most half of what it leaves. Idle staging is given back by `empty_cache`, and where
+            locked memory is refused.
         vector_run_bytes: strided tensors whose contiguous runs are at least this long, and aligned,
             move directly in vectored requests; shorter runs are staged.
         max_pending: operations that may be pending; starting one more waits for room.

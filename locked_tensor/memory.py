@@ -151,7 +151,7 @@ def memory_summary() -> str:
 
 
 def empty_cache() -> None:
-    """Unlocks and unmaps everything that is kept for reuse."""
+    """Unlocks and unmaps everything that is kept for reuse, the idle staging of handles among it."""
     _C.empty_cache()
 
 
