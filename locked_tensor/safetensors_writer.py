@@ -38,7 +38,8 @@ def save(
     Takes any strided tensor: locked (moved directly), ordinary or a GPU's (staged), of any strides.
     What shares memory is written once for each name, as the format has no other way. The file is
     replaced in one step: whoever reads the path sees what was there before or the whole new file, and
-    an error leaves the path as it was. The safetensors package reads the file, and this reads its.
+    an error leaves the path as it was. A process that is killed while it saves leaves a file
+    `.locked-tensor-*.tmp` in the folder, which the next save into that folder removes. The safetensors package reads the file, and this reads its.
 
     Args:
         state_dict: tensors by name; a Parameter is saved as the tensor that it is.
