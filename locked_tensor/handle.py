@@ -14,6 +14,7 @@ from locked_tensor import _C
 from locked_tensor.awaiting import CompletionEvents
 from locked_tensor.memory import is_pinned, new_claimed_tensor
 from locked_tensor.settings import read_settings
+from locked_tensor.tensor import check_is_tensor
 
 File = Union[str, bytes, "os.PathLike[str]", int]
 
@@ -128,10 +129,14 @@ class AioHandle(_C.AioHandleBase):
 
         Raises:
             LockLimitError: the memory could not be locked.
+            TypeError, ValueError: `num_elem` is no whole number, negative, or more than memory can have;
+                there is no example.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
-        if example is None:
-            raise TypeError("new_cpu_locked_tensor() needs example_tensor, for its dtype")
+        if not isinstance(example, torch.Tensor):
+            raise TypeError(
+                f"new_cpu_locked_tensor() needs example_tensor, a tensor, for its dtype, got {type(example).__name__}"
+            )
         return new_claimed_tensor(num_elem, example.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -140,7 +145,11 @@ class AioHandle(_C.AioHandleBase):
         When nothing else uses the storage its memory is given back at once and `tensor` becomes
         empty; otherwise the memory goes with its last view. False for anything else, also the
         second time.
+
+        Raises:
+            TypeError: not a tensor.
         """
+        check_is_tensor("free_cpu_locked_tensor", tensor)
         return _C.free_claimed_tensor(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -292,6 +301,7 @@ def aio_handle(
 
     Raises:
         ValueError: a setting is out of its bounds.
+        TypeError: a setting is of another type; a bool is no whole number.
         OSError: the named engine is refused by the kernel; the message says why.
     """
     return AioHandle(

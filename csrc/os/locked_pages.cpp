@@ -341,7 +341,7 @@ std::vector<int> numa_nodes() {
   return nodes.empty() ? std::vector<int>{0} : nodes;
 }
 
-void check_numa_node(int node) {
+void check_numa_node(int64_t node) {
   const std::vector<int> nodes = numa_nodes();
   if (std::find(nodes.begin(), nodes.end(), node) != nodes.end()) {
     return;

@@ -104,6 +104,6 @@ void unlock_pages(void* begin, size_t bytes) noexcept;
 // The NUMA nodes that exist, ascending ({0} where the kernel does not say).
 std::vector<int> numa_nodes();
 // Throws std::invalid_argument, naming those that exist, when this one does not.
-void check_numa_node(int node);
+void check_numa_node(int64_t node);
 
 }  // namespace locked_tensor
