@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from typing import Any, Callable, Optional, TypeVar
 
@@ -92,8 +91,7 @@ class locked_memory(_C.LockedContextBase):
             raise ValueError(f'huge_pages must be "auto", "2M" or "off", got {huge_pages!r}')
         if on_limit not in ("raise", "fall_back"):
             raise ValueError(f'on_limit must be "raise" or "fall_back", got {on_limit!r}')
-        node = None if numa_node is None else operator.index(numa_node)
-        super().__init__(huge_pages, node, on_limit == "fall_back")
+        super().__init__(huge_pages, numa_node, on_limit == "fall_back")
 
     def __call__(self, function: Function) -> Function:
         return run_inside(lambda: self, function)  # type: ignore[return-value]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from typing import Generator, Union
+
+from locked_tensor import temporary
 
 Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 
@@ -43,20 +44,25 @@ def replacing(path: str) -> Generator[int, None, None]:
     A reader of the path sees the old file or the new one and never a part, also after a loss of power:
     the new file is written in the same folder, synchronised, renamed over the path, and the folder is
     synchronised. A symbolic link stays and its target is replaced; an existing file's permissions are
-    kept. When the block raises, the path is as it was and nothing is left in the folder.
+    kept. When the block raises, the path is as it was and nothing is left in the folder. What a killed
+    process leaves there, `.locked-tensor-*.tmp`, goes with the next call for that folder on this machine,
+    if it was not started anew meanwhile.
 
     Raises:
-        OSError: the kernel refused, or the path is a directory or a special file.
+        OSError: the kernel refused, or the path is empty, a directory or a special file.
     """
-    target = os.path.realpath(path)
-    folder = os.path.dirname(target)
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     mode = None
     with contextlib.suppress(FileNotFoundError):
-        mode = os.stat(target).st_mode
+        mode = os.stat(path).st_mode
         _refuse_special(path, mode)
-    temporary = os.path.join(folder, f".locked-tensor-{secrets.token_hex(8)}.tmp")
+    if mode is None and path.endswith(os.sep):  # as open(2)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
     try:
-        fd = open_direct(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fd, new = temporary.create(folder, lambda name: open_direct(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}, making a new file in its folder", path) from error
     try:
@@ -65,13 +71,13 @@ def replacing(path: str) -> Generator[int, None, None]:
             if mode is not None:
                 os.fchmod(fd, stat.S_IMODE(mode))
             os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+            os.replace(new, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new)
+            raise
+    finally:
+        os.close(fd)
     sync_folder(folder)
 
 

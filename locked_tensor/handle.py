@@ -14,6 +14,7 @@ from locked_tensor import _C
 from locked_tensor.awaiting import CompletionEvents
 from locked_tensor.memory import is_pinned, new_claimed_tensor
 from locked_tensor.settings import read_settings
+from locked_tensor.tensor import check_is_tensor
 
 File = Union[str, bytes, "os.PathLike[str]", int]
 
@@ -128,12 +129,13 @@ class AioHandle(_C.AioHandleBase):
 
         Raises:
             LockLimitError: the memory could not be locked.
-            TypeError: the example is no tensor, or a quantized one.
+            TypeError, ValueError: `num_elem` is no whole number, negative, or more than memory can have;
+                there is no example, or a quantized one.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
         if not isinstance(example, torch.Tensor):
             raise TypeError(
-                f"new_cpu_locked_tensor() needs example_tensor, for its dtype, got {type(example).__name__}"
+                f"new_cpu_locked_tensor() needs example_tensor, a tensor, for its dtype, got {type(example).__name__}"
             )
         return new_claimed_tensor(num_elem, example.dtype)
 
@@ -143,7 +145,11 @@ class AioHandle(_C.AioHandleBase):
         When nothing else uses the storage its memory is given back at once and `tensor` becomes
         empty; otherwise the memory goes with its last view. False for anything else, also the
         second time.
+
+        Raises:
+            TypeError: not a tensor.
         """
+        check_is_tensor("free_cpu_locked_tensor", tensor)
         return _C.free_claimed_tensor(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -294,13 +300,16 @@ def aio_handle(
             where the file system does not grant it, ValueError at once for offsets and sizes that are
             no multiples of its sectors, of which the message tells the size) or "never" (through the
             page cache).
-        staging_bytes: locked memory at most for what cannot move directly.
+        staging_bytes: memory at most for what cannot move directly, locked where the lock limit leaves
+            room: at most half of what it leaves. Idle staging is given back by `empty_cache`, and where
+            locked memory is refused.
         vector_run_bytes: strided tensors whose contiguous runs are at least this long, and aligned,
             move directly in vectored requests; shorter runs are staged.
         max_pending: operations that may be pending; starting one more waits for room.
 
     Raises:
         ValueError: a setting is out of its bounds.
+        TypeError: a setting is of another type; a bool is no whole number.
         OSError: the named engine is refused by the kernel; the message says why.
     """
     return AioHandle(

@@ -43,7 +43,7 @@ def byte_count(function: str, nbytes: int, *, at_least: int) -> int:
         ValueError: it is less than `at_least`.
     """
     try:
-        count = operator.index(nbytes)
+        count = whole_number("nbytes", nbytes)
     except TypeError:
         raise TypeError(
             f"{function}() takes a whole number of bytes, got {type(nbytes).__name__} {nbytes!r}"
@@ -51,6 +51,20 @@ def byte_count(function: str, nbytes: int, *, at_least: int) -> int:
     if count < at_least:
         raise ValueError(f"{function}() takes {at_least} bytes or more, got {count}")
     return count
+
+
+def whole_number(name: str, value: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        TypeError: it is no whole number, or a bool.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {type(value).__name__} {value!r}") from None
 
 
 _logger = logging.getLogger("locked_tensor")

@@ -8,7 +8,7 @@ from locked_tensor import _C
 from locked_tensor.contexts import locked_memory
 from locked_tensor.limits import byte_count, log_milestones, show_bytes
 from locked_tensor.movable import check_dtype
-from locked_tensor.tensor import tag
+from locked_tensor.tensor import check_is_tensor, tag
 
 
 def lock(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ def lock(tensor: torch.Tensor) -> torch.Tensor:
         LockLimitError: the memory could not be locked.
         TypeError: not a tensor; a sparse, nested, meta, fake or uninitialized one, or a subclass without bytes of its own.
     """
-    _check_is_tensor("lock", tensor)
+    check_is_tensor("lock", tensor)
     if is_locked(tensor):
         return tensor
     if torch.nn.parameter.is_lazy(tensor):
@@ -56,7 +56,7 @@ def lock_(tensor: torch.Tensor) -> torch.Tensor:
             longer recognise as such).
         TypeError: not a tensor, or a fake one.
     """
-    _check_is_tensor("lock_", tensor)
+    check_is_tensor("lock_", tensor)
     _C.lock_storage(tensor)
     return tensor
 
@@ -70,7 +70,7 @@ def unlock_(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: there is no `lock_` to undo, or as of `lock_`.
         TypeError: not a tensor, or a fake one.
     """
-    _check_is_tensor("unlock_", tensor)
+    check_is_tensor("unlock_", tensor)
     _C.unlock_storage(tensor)
     return tensor
 
@@ -87,19 +87,14 @@ def is_locked(tensor: torch.Tensor) -> bool:
     try:
         return _C.is_locked(tensor)
     except TypeError:
-        _check_is_tensor("is_locked", tensor)
+        check_is_tensor("is_locked", tensor)
         raise
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """DeepSpeed's question: true for locked memory, and for memory that torch has pinned for an accelerator."""
-    _check_is_tensor("is_pinned", tensor)
+    check_is_tensor("is_pinned", tensor)
     return _C.is_locked(tensor) or (torch.cuda.is_initialized() and tensor.is_pinned())
-
-
-def _check_is_tensor(function: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{function}() takes a torch.Tensor, got {type(tensor).__name__}")
 
 
 def new_claimed_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +149,7 @@ def memory_summary() -> str:
 
 
 def empty_cache() -> None:
-    """Unlocks and unmaps everything that is kept for reuse."""
+    """Unlocks and unmaps everything that is kept for reuse, the idle staging of handles among it."""
     _C.empty_cache()
 
 

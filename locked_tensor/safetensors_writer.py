@@ -38,7 +38,8 @@ def save(
     Takes any strided tensor: locked (moved directly), ordinary or a GPU's (staged), of any strides.
     What shares memory is written once for each name, as the format has no other way. The file is
     replaced in one step: whoever reads the path sees what was there before or the whole new file, and
-    an error leaves the path as it was. The safetensors package reads the file, and this reads its.
+    an error leaves the path as it was. A process that is killed while it saves leaves a file
+    `.locked-tensor-*.tmp` in the folder, which the next save into that folder removes. The safetensors package reads the file, and this reads its.
 
     Args:
         state_dict: tensors by name; a Parameter is saved as the tensor that it is.
@@ -47,7 +48,7 @@ def save(
         aio_handle: the handle to write with; by default one of this call's own.
 
     Raises:
-        TypeError: something is not a dense tensor, or a name or metadata is not a string.
+        TypeError: something is not a dense tensor (or has no bytes yet, UninitializedParameter), or a name or metadata is not a string.
         ValueError: a dtype that the format does not have, a device without bytes, the name
             "__metadata__", or names and metadata of more than 100 MB.
         OSError: the kernel refused; `errno`, `filename`, and the message names the tensor.
@@ -74,6 +75,8 @@ def _checked(name: Any, tensor: Any) -> torch.Tensor:
         raise ValueError(f"a tensor cannot be named {name!r} in a safetensors file")
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"{name!r} is an {type(tensor).__name__}, which has no bytes yet")
     if isinstance(tensor, FakeTensor) or tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name!r} has no bytes here: a {type(tensor).__name__} on device {tensor.device}")
     if not isinstance(tensor, LockedTensor) and is_traceable_wrapper_subclass(tensor):
@@ -96,9 +99,11 @@ def _is_text(value: str) -> bool:
 
 
 def _checked_metadata(metadata: Optional[Mapping[str, str]]) -> Mapping[str, str]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a dict of str to str, got {type(metadata).__name__}")
     for pair in (metadata or {}).items():
         if not all(isinstance(each, str) for each in pair):
-            raise TypeError(f"metadata must map strings to strings, got {pair[0]!r}: {pair[1]!r}")
+            raise TypeError(f"metadata must be a dict of str to str, got {pair[0]!r}: {pair[1]!r}")
         if not all(map(_is_text, pair)):
             raise ValueError(f"metadata must be Unicode text, got {pair[0]!r}: {pair[1]!r}")
     return metadata or {}

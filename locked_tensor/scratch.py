@@ -13,12 +13,19 @@ AT_ONCE_BYTES = 16 << 20  # at most, of what moves together
 
 
 def locked_bytes(nbytes: int) -> torch.Tensor:
-    """uint8[nbytes] of locked memory; ordinary memory, which the handle stages, where the limit is reached."""
+    """uint8[nbytes] of locked memory; ordinary memory, which the handle stages, where the limit is reached.
+
+    Raises:
+        LockLimitError: there is no ordinary memory for it either.
+    """
     try:
         with locked_memory():
             return torch.empty(nbytes, dtype=torch.uint8)
-    except LockLimitError:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    except LockLimitError as refused:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError:  # torch's, of what no allocator can give
+            raise refused from None
 
 
 class ScratchRing:

@@ -74,7 +74,7 @@ def read_settings(path: Union[str, "os.PathLike[str]"], best_for: Optional[str] 
     with open(os.fspath(path), encoding="utf-8") as file:  # a number would be a descriptor, and closed
         try:
             whole = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
     reader = _Reader(os.fspath(path))
     top = reader.as_object(whole, "the file")

@@ -88,12 +88,23 @@ class LockedTensor(torch.Tensor):
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain `torch.Tensor` on the same bytes, with the same `requires_grad` but no history."""
+    """A plain `torch.Tensor` on the same bytes, with the same `requires_grad` but no history.
+
+    Raises:
+        TypeError: not a tensor.
+    """
     if type(tensor) is torch.Tensor:
         return tensor
+    check_is_tensor("as_plain", tensor)
     with torch._C._DisableTorchDispatch():
         plain = tensor.detach()
     return plain.requires_grad_(tensor.requires_grad) if tensor.requires_grad else plain
+
+
+def check_is_tensor(function: str, tensor: object) -> None:
+    """Raises TypeError, naming the function that was called, for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}() takes a torch.Tensor, got {type(tensor).__name__}")
 
 
 # See Note [Lazy conjugation] in csrc/dispatch/operator_call.cpp.

@@ -10,6 +10,7 @@ from typing import Any, Generator, Optional
 
 from locked_tensor.files import Path, open_direct
 from locked_tensor.handle import AioHandle, IoTicket
+from locked_tensor.limits import whole_number
 from locked_tensor.safetensors_format import PAGE_BYTES
 from locked_tensor.scratch import locked_bytes
 from locked_tensor.tickets import named_errors
@@ -30,12 +31,15 @@ def open_writer(aio_handle: AioHandle, path: Path, *, buffer_bytes: int = 8 << 2
             stages, where the lock limit is reached.
 
     Raises:
-        ValueError: `buffer_bytes` is not a positive multiple of 4096.
+        TypeError: `buffer_bytes` is no whole number.
+        ValueError: `buffer_bytes` is not a positive multiple of 4096, or is 2**63 or more.
+        LockLimitError: there is no memory, of any kind, for the buffers.
         OSError: the file cannot be opened, or is not a regular file.
     """
-    if buffer_bytes <= 0 or buffer_bytes % PAGE_BYTES != 0:
-        raise ValueError(f"buffer_bytes must be a positive multiple of {PAGE_BYTES}, got {buffer_bytes}")
-    return FileWriter(aio_handle, os.fsdecode(path), buffer_bytes)
+    nbytes = whole_number("buffer_bytes", buffer_bytes)
+    if not 0 < nbytes < 2**63 or nbytes % PAGE_BYTES != 0:
+        raise ValueError(f"buffer_bytes must be a positive multiple of {PAGE_BYTES} below 2**63, got {nbytes}")
+    return FileWriter(aio_handle, os.fsdecode(path), nbytes)
 
 
 class _Buffer:
@@ -62,9 +66,10 @@ class FileWriter(io.BufferedIOBase):
         self.name = path
         self._handle = aio_handle
         self._buffer_bytes = buffer_bytes
-        self._fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        # Each buffer takes every second stretch of buffer_bytes of the file.
+        # Each buffer takes every second stretch of buffer_bytes of the file. Before the file is emptied:
+        # there may be no memory.
         self._buffers = [_Buffer(buffer_bytes), _Buffer(buffer_bytes)]
+        self._fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._position = 0
         self._submitted = 0  # bytes of the file that are written or on their way
         self._has_failed = False

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -365,6 +366,77 @@ def test_a_process_that_dies_while_saving_leaves_the_old_file(disk_folder):
     done = subprocess.run([sys.executable, "-c", program], cwd=disk_folder, env=environment, timeout=120)
     assert done.returncode == 9
     assert_same(lt.load(disk_folder / "file"), {"a": torch.zeros(10)})
+
+
+SAVER = """
+import os, sys, threading, torch, locked_tensor as lt
+from locked_tensor import files
+def wait(fd):
+    sys.stdout.write("saving\\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+files.os.fsync = wait
+lt.save({"a": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+def start_saver(path):
+    """A process that has written its file, and waits for a line before it gives it its name."""
+    saver = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(path)],
+        env=dict(os.environ, PYTHONPATH=str(ROOT)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )
+    assert saver.stdout.readline() == "saving\n"
+    return saver
+
+
+def test_what_killed_savers_left_goes_with_the_next_save_and_what_lives_stays(folder):
+    def temporaries():
+        return sorted(name for name in os.listdir(folder) if name.startswith(".locked-tensor-"))
+
+    dead = [start_saver(folder / "file") for _ in range(2)]
+    for saver in dead:
+        saver.kill()
+        saver.communicate()
+    assert len(temporaries()) == 2
+    living = start_saver(folder / "living")
+    lived = temporaries()
+    assert len(lived) == 1  # its start removed theirs
+    other = lived[0].replace(lived[0].split("-")[2], "0" * 32)
+    strange = [other, ".locked-tensor-0123456789abcdef.tmp", lived[0] + "x"]  # of another machine, of none
+    for name in strange:
+        (folder / name).write_bytes(b"")
+    os.mkfifo(folder / (lived[0][:-8] + "0000.tmp"))
+    lt.save({"a": torch.zeros(3)}, folder / "file")
+    assert temporaries() == sorted([*lived, *strange, lived[0][:-8] + "0000.tmp"])
+    living.stdin.write("\n\n")
+    living.communicate()
+    assert living.returncode == 0
+    assert_same(lt.load(folder / "living"), {"a": torch.ones(1000)})
+    assert_same(lt.load(folder / "file"), {"a": torch.zeros(3)})
+
+
+def test_savers_into_one_folder_never_take_each_other_for_dead(folder):
+    def save(number):
+        for turn in range(30):
+            lt.save({"a": torch.full((10,), turn)}, folder / f"file{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(4)))
+    assert sorted(os.listdir(folder)) == [f"file{number}" for number in range(4)]
+    for number in range(4):
+        assert_same(lt.load(folder / f"file{number}"), {"a": torch.full((10,), 29)})
+
+
+def test_a_path_that_can_be_no_file_is_refused_and_nothing_replaced(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    lt.save({"a": torch.zeros(3)}, "good")
+    for path, error in [("", FileNotFoundError), ("good/", NotADirectoryError), ("new/", IsADirectoryError)]:
+        with pytest.raises(error) as raised:
+            lt.save({"a": torch.ones(3)}, path)
+        assert raised.value.filename == path
+    assert os.listdir(folder) == ["good"]
+    assert_same(lt.load("good"), {"a": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("nbytes", [3 << 20, 100], ids=["large", "small"])

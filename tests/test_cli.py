@@ -238,5 +238,7 @@ def test_soak_sees_a_handle_that_loses_bytes_and_errors(tmpfs_folder, tmp_path, 
 
 
 def test_soak_refuses_no_time(disk_folder, capsys):
-    assert main(["bench", "soak", "--minutes", "0", "--folder", str(disk_folder)]) == 2
-    assert "--minutes must be positive" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "soak", "--minutes", "0", "--folder", str(disk_folder)])
+    assert ended.value.code == 2
+    assert "argument --minutes: must be a positive number, got '0'" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What a measurement owes the disk: room left over, and a word before it wears a drive."""
 
+import importlib
 import io
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from locked_tensor.cli import main
 from locked_tensor.cli.disk import WEARING_BYTES, check_space, may_wear, work_folder
 
 
@@ -52,3 +54,19 @@ def test_wear_is_asked_about_where_somebody_can_answer(disk_folder, capsys, monk
     monkeypatch.setattr(sys, "stdin", Terminal(answer + "\n"))
     assert may_wear([disk_folder], WEARING_BYTES, is_agreed=False) is goes_on
     assert "wears a flash drive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["io", "tune", "swap", "checkpoint", "dcp", "deepspeed"])
+def test_what_may_wear_a_drive_asks_before(disk_folder, monkeypatch, group):
+    if group == "deepspeed":
+        pytest.importorskip("deepspeed")
+    module = importlib.import_module(f"locked_tensor.cli.bench_{group}")
+    asked = []
+    monkeypatch.setattr(module, "may_wear", lambda *arguments: asked.append(arguments) or False)
+    monkeypatch.setattr(module, "check_space", lambda *arguments: None)
+    assert main(["bench", group, "--folder", str(disk_folder)]) == 1
+    assert main(["bench", group, "--folder", str(disk_folder), "--yes"]) == 1
+    (folders, nbytes, is_agreed), (_, _, is_agreed_too) = asked
+    assert folders == [disk_folder] and nbytes >= WEARING_BYTES
+    assert (is_agreed, is_agreed_too) == (False, True)
+    assert os.listdir(disk_folder) == []

@@ -19,7 +19,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = ["os", "memory", "io", "handle"]
 PYTHON_STAIR = """
-    errors engines movable tensor limits decorators contexts memory awaiting settings handle scratch files tickets boxes safetensors_format
+    errors engines movable tensor limits decorators contexts memory awaiting settings handle scratch temporary files tickets boxes safetensors_format
     safetensors_reader safetensors_writer writer __init__ swap integrations cli __main__
 """.split()
 

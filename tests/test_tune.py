@@ -9,7 +9,7 @@ import pytest
 
 import locked_tensor as lt
 from locked_tensor.cli import main, tune
-from locked_tensor.cli.search import OPERATIONS, Search, Space
+from locked_tensor.cli.search import LEAST_ROUNDS, OPERATIONS, Search, Space
 from locked_tensor.settings import AioSettings, render_settings
 
 SPACE = Space(
@@ -53,7 +53,17 @@ def test_search_finds_the_top_of_a_noisy_hill_in_time(seed):
     winners = tune.winners_of(search)
     for name in OPERATIONS:
         assert hills.height(name, getattr(winners, name)) >= 0.95e9
-    assert hills.now <= 60 + len(search.finalists) * 0.3
+    assert hills.now <= 60
+
+
+@pytest.mark.parametrize("seconds", [4, 10, 20, 30, 61])
+def test_a_search_keeps_to_its_time_by_fewer_finalists(seconds):
+    hills = Landscape(5)
+    search = Search(SPACE, hills.measure, DEFAULT, seconds, clock=lambda: hills.now)
+    search.run()
+    least = 3 * LEAST_ROUNDS * 0.3  # of three finalists
+    assert hills.now <= max(seconds, 0.7 * seconds + least + 0.3) + 0.001
+    assert len(search.finalists) >= (6 if seconds > 60 else 2)
 
 
 def test_search_takes_the_settings_that_cost_least_of_those_that_are_as_fast():
@@ -119,7 +129,6 @@ def test_tune_spreads_over_several_folders_and_without_fio_compares_with_plain_c
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--seconds", "0"], "--seconds must be positive"),
         (["--bytes", "4096"], "at least 1,048,576"),
         (["--bytes", str(1 << 60)], "too little free space"),
     ],
@@ -127,6 +136,35 @@ def test_tune_spreads_over_several_folders_and_without_fio_compares_with_plain_c
 def test_tune_refuses_what_it_cannot_do(disk_folder, capsys, arguments, message):
     assert main(["tune", "--folder", str(disk_folder), *arguments]) == 2
     assert message in capsys.readouterr().err
+    assert os.listdir(disk_folder) == []
+
+
+@pytest.mark.parametrize("group", ["tune", "bench tune", "bench io", "bench checkpoint", "bench swap", "bench soak"])
+def test_options_that_cannot_be_are_refused_before_any_work(disk_folder, capsys, group):
+    options = {
+        "tune": ("--seconds", "--bytes"), "bench tune": ("--seconds", "--bytes", "--sweeps", "--rounds"),
+        "bench io": ("--bytes", "--rounds"), "bench checkpoint": ("--bytes", "--rounds"),
+        "bench swap": ("--parameters", "--rounds"), "bench soak": ("--minutes",),
+    }
+    for option in options[group]:
+        for wrong in ("-5", "0", "nan", "1e9999", "x", "", "-1e3"):
+            with pytest.raises(SystemExit) as ended:
+                main([*group.split(), "--folder", str(disk_folder), f"{option}={wrong}"])
+            assert ended.value.code == 2
+            assert f"argument {option}: must be a positive" in capsys.readouterr().err
+    assert os.listdir(disk_folder) == []
+
+
+@pytest.mark.parametrize("option, command", [("--save", "tune"), ("--plot", "tune"), ("--json", "bench io")])
+def test_a_file_that_could_not_be_written_at_the_end_is_refused_at_once(disk_folder, capsys, option, command):
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    for path, message in [("none/file", "there is no folder"), (".", "is a folder"), ("file/", "is a folder")]:
+        with pytest.raises(SystemExit) as ended:
+            main([*command.split(), "--folder", str(disk_folder), option, str(disk_folder) + "/" + path])
+        assert ended.value.code == 2
+        errors = capsys.readouterr().err
+        assert f"argument {option}:" in errors and message in errors
     assert os.listdir(disk_folder) == []
 
 

@@ -2,11 +2,11 @@
 #include <torch/extension.h>
 
 #include <atomic>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "bindings/bindings.h"
+#include "bindings/given.h"
 #include "bindings/open_contexts.h"
 #include "bindings/tagging_mode.h"
 #include "os/locked_pages.h"
@@ -35,13 +35,14 @@ PyObject* prepare_in_python = nullptr;
 
 class LockedContext {
  public:
-  LockedContext(const std::string& huge_pages, std::optional<int> numa_node, bool falls_back) {
+  LockedContext(const std::string& huge_pages, const GivenWhole& numa_node, bool falls_back) {
     mode_.is_locked = true;
     mode_.falls_back = falls_back;
     mode_.pages.huge_pages = huge_pages_of(huge_pages);
-    if (numa_node) {
-      check_numa_node(*numa_node);
-      mode_.pages.numa_node = *numa_node;
+    if (!numa_node.is_none()) {
+      const int64_t node = whole_of("numa_node", numa_node);
+      check_numa_node(node);
+      mode_.pages.numa_node = static_cast<int>(node);
     }
   }
 
@@ -91,7 +92,7 @@ void exit_context(const py::object& self, const py::object&, const py::object&, 
 void bind_contexts(py::module_& module) {
   set_up_contexts();
   py::class_<LockedContext>(module, "LockedContextBase")
-      .def(py::init<const std::string&, std::optional<int>, bool>(), py::arg("huge_pages"),
+      .def(py::init<const std::string&, const GivenWhole&, bool>(), py::arg("huge_pages"),
            py::arg("numa_node"), py::arg("falls_back"))
       .def("__enter__", &LockedContext::enter, "From here on what is allocated is locked.")
       .def("__exit__", &exit_context, py::arg("error_type").none(true), py::arg("error").none(true),

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/given.h"
 #include "bindings/initialized.h"
 #include "bindings/io_arguments.h"
 #include "bindings/io_docs.h"
@@ -72,8 +73,8 @@ class IoTicket {
   IoTicket(std::shared_ptr<AioHandle> handle, std::shared_ptr<Transfer> transfer)
       : handle_(std::move(handle)), transfer_(std::move(transfer)) {}
 
-  uint64_t wait(std::optional<double> timeout_seconds) {
-    if (!wait_until_done(timeout_seconds)) {
+  uint64_t wait(const GivenSeconds& timeout) {
+    if (!wait_until_done(nanoseconds_of("timeout", timeout).value_or(-1))) {
       PyErr_SetString(PyExc_TimeoutError,
                       "the transfer has not ended yet; it goes on, and can be waited for again");
       throw py::error_already_set();
@@ -84,10 +85,10 @@ class IoTicket {
     return transfer_->bytes;
   }
 
-  bool done() { return wait_until_done(0.0); }
+  bool done() { return wait_until_done(0); }
 
   py::object exception() {
-    wait_until_done(std::nullopt);
+    wait_until_done(-1);
     const std::exception_ptr failure = handle_->take_failure(transfer_);
     return failure == nullptr ? py::none() : exception_object(failure);
   }
@@ -95,8 +96,7 @@ class IoTicket {
   uint64_t bytes() const { return transfer_->bytes; }
 
  private:
-  bool wait_until_done(std::optional<double> timeout_seconds) {
-    const int64_t timeout_ns = timeout_seconds ? nanoseconds_of(*timeout_seconds) : -1;
+  bool wait_until_done(int64_t timeout_ns) {  // -1: however long it takes
     py::gil_scoped_release no_gil;
     return handle_->wait_for(transfer_, timeout_ns, check_signals);
   }
@@ -131,11 +131,11 @@ int64_t run_sync(PyHandle& self, TransferSpec spec) {
 }
 
 // `fd=` stands in filename's place.
-py::object one_file(const py::object& filename, const py::object& fd) {
+FileName one_file(const GivenFile& filename, const GivenWhole& fd) {
   if (filename.is_none() == fd.is_none()) {
     throw std::invalid_argument("give either filename or fd");
   }
-  return filename.is_none() ? fd : filename;
+  return filename.is_none() ? file_of("fd", fd) : file_of("filename", filename);
 }
 
 // Binds a method of both operations: a write takes the keyword `durable` too.
@@ -149,8 +149,9 @@ void bind_method(py::class_<PyHandle>& handle, const std::string& name,
         [call](PyHandle& self, Arguments... arguments) { return call(false, self, arguments...); },
         extra...);
   } else {
-    const auto with_durable = [call](PyHandle& self, Arguments... arguments, bool durable) {
-      return call(durable, self, arguments...);
+    const auto with_durable = [call](PyHandle& self, Arguments... arguments,
+                                     const GivenFlag& durable) {
+      return call(flag_of("durable", durable), self, arguments...);
     };
     if constexpr ((std::is_same_v<Extra, py::kw_only> || ...)) {
       handle.def(name.c_str(), with_durable, extra..., py::arg("durable") = false);
@@ -160,53 +161,65 @@ void bind_method(py::class_<PyHandle>& handle, const std::string& name,
   }
 }
 
-// Bytes. No float, of whatever library, is taken for a whole number.
+// Bytes.
 py::arg_v file_offset_argument() {
-  return py::arg("file_offset").noconvert() = 0;
+  return py::arg("file_offset") = 0;
 }
 
 template <Operation kOperation>
 void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
-  using Tensor = const at::Tensor&;
-  using Object = const py::object&;
+  using Tensor = const GivenTensor&;
+  using Tensors = const GivenTensors&;
+  using File = const GivenFile&;
+  using Whole = const GivenWhole&;
+  using Flag = const GivenFlag&;
   constexpr auto index = static_cast<size_t>(kOperation);
   bind_method<kOperation>(
       handle, name,
-      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, bool validate,
-          int64_t file_offset) {
-        run_sync(self, spec_of(kOperation, {buffer}, filename, file_offset, durable, validate));
+      +[](bool durable, PyHandle& self, Tensor buffer, File filename, Flag validate,
+          Whole file_offset) {
+        run_sync(self, spec_of(kOperation, {tensor_of("buffer", buffer)},
+                               file_of("filename", filename), whole_of("file_offset", file_offset),
+                               durable, flag_of("validate", validate)));
         return 0;
       },
       docs::kSimple[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
       file_offset_argument());
   bind_method<kOperation>(
       handle, "p" + name,
-      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, bool validate,
-          bool is_async, int64_t file_offset) {
-        TransferSpec made = spec_of(kOperation, {buffer}, filename, file_offset, durable, validate);
-        return is_async ? start_async(self, std::move(made)) : run_sync(self, std::move(made));
+      +[](bool durable, PyHandle& self, Tensor buffer, File filename, Flag validate, Flag is_async,
+          Whole file_offset) {
+        TransferSpec made =
+            spec_of(kOperation, {tensor_of("buffer", buffer)}, file_of("filename", filename),
+                    whole_of("file_offset", file_offset), durable, flag_of("validate", validate));
+        return flag_of("async", is_async) ? start_async(self, std::move(made))
+                                          : run_sync(self, std::move(made));
       },
       docs::kEither[index], py::arg("buffer"), py::arg("filename"), py::arg("validate"),
       py::arg("async"), file_offset_argument());
   bind_method<kOperation>(
       handle, "sync_p" + name,
-      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset) {
-        return run_sync(self, spec_of(kOperation, {buffer}, filename, file_offset, durable));
+      +[](bool durable, PyHandle& self, Tensor buffer, File filename, Whole file_offset) {
+        return run_sync(
+            self, spec_of(kOperation, {tensor_of("buffer", buffer)}, file_of("filename", filename),
+                          whole_of("file_offset", file_offset), durable));
       },
       docs::kSync[index], py::arg("buffer"), py::arg("filename"), file_offset_argument());
   bind_method<kOperation>(
       handle, "async_p" + name,
-      +[](bool durable, PyHandle& self, Tensor buffer, Object filename, int64_t file_offset,
-          Object fd) {
+      +[](bool durable, PyHandle& self, Tensor buffer, File filename, Whole file_offset, Whole fd) {
         return start_async(
-            self, spec_of(kOperation, {buffer}, one_file(filename, fd), file_offset, durable));
+            self, spec_of(kOperation, {tensor_of("buffer", buffer)}, one_file(filename, fd),
+                          whole_of("file_offset", file_offset), durable));
       },
       docs::kAsync[index], py::arg("buffer"), py::arg("filename") = py::none(),
       file_offset_argument(), py::kw_only(), py::arg("fd") = py::none());
   bind_method<kOperation>(
       handle, "_submit_p" + name,
-      +[](bool durable, PyHandle& self, Tensor buffer, Object file, int64_t file_offset) {
-        TransferSpec made = spec_of(kOperation, {buffer}, file, file_offset, durable);
+      +[](bool durable, PyHandle& self, Tensor buffer, File file, Whole file_offset) {
+        TransferSpec made =
+            spec_of(kOperation, {tensor_of("buffer", buffer)}, file_of("file", file),
+                    whole_of("file_offset", file_offset), durable);
         return IoTicket(self.shared(), self.without_gil([&](AioHandle& handle) {
           return handle.start(std::move(made), Report::kTicket);
         }));
@@ -214,9 +227,10 @@ void bind_operation(py::class_<PyHandle>& handle, const std::string& name) {
       py::arg("buffer"), py::arg("file"), file_offset_argument());
   bind_method<kOperation>(
       handle, "p" + name + "v",
-      +[](bool durable, PyHandle& self, const std::vector<at::Tensor>& buffers, Object file,
-          int64_t file_offset) {
-        TransferSpec made = spec_of(kOperation, buffers, file, file_offset, durable);
+      +[](bool durable, PyHandle& self, Tensors buffers, File file, Whole file_offset) {
+        TransferSpec made =
+            spec_of(kOperation, tensors_of("buffers", buffers), file_of("file", file),
+                    whole_of("file_offset", file_offset), durable);
         return self.without_gil(
             [&](AioHandle& handle) { return handle.run(std::move(made), check_signals); });
       },
@@ -251,7 +265,8 @@ DirectMode direct_mode(const std::string& name) {
                               "\"");
 }
 
-uint64_t not_negative(const char* name, int64_t value) {
+uint64_t not_negative(const char* name, const GivenWhole& given) {
+  const int64_t value = whole_of(name, given);
   if (value < 0) {
     throw std::invalid_argument(std::string(name) + " must not be negative, got " +
                                 std::to_string(value));
@@ -262,31 +277,32 @@ uint64_t not_negative(const char* name, int64_t value) {
 void bind_handle(py::module_& module) {
   py::class_<PyHandle> handle(module, "AioHandleBase");
   const HandleOptions defaults;
-  handle.def(py::init([](int64_t block_size, int64_t queue_depth, bool single_submit,
-                         bool overlap_events, int64_t intra_op_parallelism,
-                         const std::string& engine, const std::string& direct,
-                         int64_t staging_bytes, int64_t vector_run_bytes, int64_t max_pending) {
+  using Whole = const GivenWhole&;
+  using Flag = const GivenFlag&;
+  using Text = const GivenText&;
+  handle.def(py::init([](Whole block_size, Whole queue_depth, Flag single_submit,
+                         Flag overlap_events, Whole intra_op_parallelism, Text engine, Text direct,
+                         Whole staging_bytes, Whole vector_run_bytes, Whole max_pending) {
                HandleOptions options;
                options.block_size_bytes = not_negative("block_size", block_size);
                options.queue_depth = not_negative("queue_depth", queue_depth);
-               options.single_submit = single_submit;
-               options.overlap_events = overlap_events;
+               options.single_submit = flag_of("single_submit", single_submit);
+               options.overlap_events = flag_of("overlap_events", overlap_events);
                options.intra_op_parallelism =
                    not_negative("intra_op_parallelism", intra_op_parallelism);
-               options.engine = engine;
-               options.direct = direct_mode(direct);
+               options.engine = text_of("engine", engine);
+               options.direct = direct_mode(text_of("direct", direct));
                options.staging_bytes = not_negative("staging_bytes", staging_bytes);
                options.vector_run_bytes = not_negative("vector_run_bytes", vector_run_bytes);
                options.max_pending_transfers = not_negative("max_pending", max_pending);
                return std::make_unique<PyHandle>(options);
              }),
-             py::arg("block_size").noconvert(), py::arg("queue_depth").noconvert(),
-             py::arg("single_submit"), py::arg("overlap_events"),
-             py::arg("intra_op_parallelism").noconvert(), py::kw_only(),
+             py::arg("block_size"), py::arg("queue_depth"), py::arg("single_submit"),
+             py::arg("overlap_events"), py::arg("intra_op_parallelism"), py::kw_only(),
              py::arg("engine") = defaults.engine, py::arg("direct") = "auto",
-             py::arg("staging_bytes").noconvert() = defaults.staging_bytes,
-             py::arg("vector_run_bytes").noconvert() = defaults.vector_run_bytes,
-             py::arg("max_pending").noconvert() = defaults.max_pending_transfers);
+             py::arg("staging_bytes") = defaults.staging_bytes,
+             py::arg("vector_run_bytes") = defaults.vector_run_bytes,
+             py::arg("max_pending") = defaults.max_pending_transfers);
   const auto option = [&](const char* name, auto member, const char* doc) {
     handle.def(
         name, [member](PyHandle& self) { return self.get().options().*member; }, doc);
@@ -312,9 +328,11 @@ void bind_handle(py::module_& module) {
       docs::kWait);
   handle.def(
       "fsync",
-      [](PyHandle& self, const py::object& file, bool data_only) {
-        const FileName name = file_of(file);
-        self.without_gil([&](AioHandle& handle) { handle.sync(name, data_only, check_signals); });
+      [](PyHandle& self, const GivenFile& file, const GivenFlag& data_only) {
+        const FileName name = file_of("file", file);
+        const bool is_data_only = flag_of("data_only", data_only);
+        self.without_gil(
+            [&](AioHandle& handle) { handle.sync(name, is_data_only, check_signals); });
       },
       docs::kFsync, py::arg("file"), py::kw_only(), py::arg("data_only") = false);
   handle.def("_stats", [](PyHandle& self) {

@@ -11,6 +11,7 @@
 #include "allocator/storage_hold.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
+#include "bindings/given.h"
 #include "bindings/initialized.h"
 #include "dispatch/locked_dispatch.h"
 #include "memory/in_place_lock.h"
@@ -27,7 +28,8 @@ namespace {
 
 // Without elements it is an empty view of locked memory, as which it is locked, and can be given
 // up.
-at::Tensor new_claimed_tensor(int64_t count, py::object dtype) {
+at::Tensor new_claimed_tensor(const GivenWhole& num_elem, py::object dtype) {
+  const int64_t count = whole_of("num_elem", num_elem);
   if (count < 0) {
     throw py::value_error("num_elem must not be negative, got " + std::to_string(count));
   }
@@ -234,8 +236,7 @@ py::dict arena_stats() {
 void bind_memory(py::module_& module) {
   register_errors();
   module.def("is_switch_installed", &is_allocator_switch_installed);
-  module.def("new_claimed_tensor", &new_claimed_tensor, py::arg("count").noconvert(),
-             py::arg("dtype"));
+  module.def("new_claimed_tensor", &new_claimed_tensor, py::arg("num_elem"), py::arg("dtype"));
   module.def("free_claimed_tensor", &free_claimed_tensor);
   module.def("free_claimed_at", &free_claimed_at, py::arg("address"));
   module.def("check_copyable", &check_copyable);

@@ -160,31 +160,22 @@ Layout device_layout(Operation operation, const at::Tensor& buffer, TensorKeepAl
                 });
 }
 
-// Strictly: no float, of whatever library, is taken for a whole number.
-template <typename T>
-T field_of(const py::sequence& request, size_t index, const char* wanted) {
-  const py::object field = request[index];
-  py::detail::make_caster<T> caster;
-  if (!caster.load(field, false)) {
-    throw py::type_error(std::string("a request's ") + wanted + ", got " +
-                         std::string(py::repr(field)));
-  }
-  return py::detail::cast_op<T>(std::move(caster));
-}
-
 }  // namespace
 
-FileName file_of(const py::object& file) {
+FileName file_of(const char* name, py::handle file) {
   if (PyLong_Check(file.ptr()) && !PyBool_Check(file.ptr())) {
-    const long fd = PyLong_AsLong(file.ptr());
-    if (fd == -1 && PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
+    const int64_t fd = whole_of(name, file);
     if (fd < 0 || fd > std::numeric_limits<int>::max()) {
-      throw py::value_error("a file descriptor must not be negative or huge, got " +
+      throw py::value_error(std::string(name) +
+                            ": a file descriptor must not be negative or huge, got " +
                             std::to_string(fd));
     }
     return static_cast<int>(fd);
+  }
+  if (!py::isinstance<py::str>(file) && !py::isinstance<py::bytes>(file) &&
+      !py::hasattr(file, "__fspath__")) {
+    throw py::type_error(std::string(name) + " must be a path or an open descriptor (int), got " +
+                         show(file));
   }
   PyObject* bytes = nullptr;
   if (PyUnicode_FSConverter(file.ptr(), &bytes) == 0) {
@@ -201,12 +192,12 @@ FileName file_of(const py::object& file) {
 }
 
 TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers,
-                     const py::object& file, int64_t file_offset, bool durable, bool validate) {
+                     const FileName& file, int64_t file_offset, bool durable, bool validate) {
   TransferSpec spec;
   spec.operation = operation;
   spec.is_durable = durable;
   spec.validates = validate;
-  spec.file = file_of(file);
+  spec.file = file;
   spec.file_offset_bytes = file_offset;
   auto keep_alive = std::make_unique<TensorKeepAlive>();
   auto watch = operation == Operation::kRead ? std::make_unique<StorageWatch>() : nullptr;
@@ -253,37 +244,28 @@ TransferSpec spec_of(Operation operation, const std::vector<at::Tensor>& buffers
 
 TransferSpec spec_of_request(py::handle request) {
   if (PySequence_Check(request.ptr()) == 0) {
-    throw py::type_error("a request is an IoRequest, got " + std::string(py::repr(request)));
+    throw py::type_error("a request must be an IoRequest, got " + show(request));
   }
-  const auto fields = py::cast<py::sequence>(request);
+  const auto fields = py::reinterpret_borrow<py::sequence>(request);
   if (fields.size() < 3 || fields.size() > 5) {
     throw py::value_error(
         "a request is (\"read\" | \"write\", buffer, file, file_offset=0, durable=False), got " +
         std::to_string(fields.size()) + " fields");
   }
-  const auto operation = field_of<std::string>(fields, 0, "operation is \"read\" or \"write\"");
+  const auto field = [&](size_t index) -> py::object { return fields[index]; };
+  const std::string operation = text_of("a request's operation", field(0));
   if (operation != "read" && operation != "write") {
     throw py::value_error("a request's operation is \"read\" or \"write\", got \"" + operation +
                           "\"");
   }
-  if (!THPVariable_Check(py::object(fields[1]).ptr())) {
-    throw py::type_error("a request's buffer is a tensor, got " + std::string(py::repr(fields[1])));
-  }
-  const bool is_durable = fields.size() == 5 && field_of<bool>(fields, 4, "durable is a bool");
+  const bool is_durable = fields.size() == 5 && flag_of("a request's durable", field(4));
   if (is_durable && operation == "read") {
     throw py::value_error("a request to read cannot be durable");
   }
   return spec_of(operation == "read" ? Operation::kRead : Operation::kWrite,
-                 {py::cast<at::Tensor>(fields[1])}, fields[2],
-                 fields.size() >= 4 ? field_of<int64_t>(fields, 3, "file_offset is an int") : 0,
+                 {tensor_of("a request's buffer", field(1))}, file_of("a request's file", field(2)),
+                 fields.size() >= 4 ? whole_of("a request's file_offset", field(3)) : 0,
                  is_durable);
-}
-
-int64_t nanoseconds_of(double seconds) {
-  if (!(seconds >= 0)) {
-    throw py::value_error("timeout must not be negative, got " + std::to_string(seconds));
-  }
-  return static_cast<int64_t>(std::min(seconds, 1e9) * 1e9);
 }
 
 }  // namespace locked_tensor

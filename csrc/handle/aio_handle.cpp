@@ -453,6 +453,7 @@ void AioHandle::sync(const FileName& file, bool data_only, const OnInterrupt& on
   }
   driver->drive([&] { return driver->live_transfers() == 0 ? 0 : 1; }, -1, on_interrupt);
   const int result = driver->engine().sync(fd, data_only);
+  files_.drop_unlinked();
   if (result != 0) {
     throw KernelError(-result, "fsync", name);
   }

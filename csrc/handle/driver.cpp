@@ -47,7 +47,7 @@ KernelError transfer_error(int errno_value, const Transfer& transfer, uint64_t b
                            uint64_t offset) {
   return KernelError(errno_value,
                      std::string(verb(transfer.operation)) + " " + std::to_string(bytes) +
-                         " bytes at offset " + std::to_string(offset) + " of",
+                         " bytes at offset " + std::to_string(offset),
                      transfer.file->path());
 }
 
@@ -104,7 +104,7 @@ void Driver::notify(int event_fd) {
   }
   const int result = engine_->notify(own.get());
   if (result != 0) {
-    throw KernelError(-result, std::string("eventfd of the engine ") + engine_->name());
+    throw KernelError(-result, std::string("give an eventfd to the engine ") + engine_->name());
   }
   Lock lock(mutex_);
   event_fd_ = own.get();

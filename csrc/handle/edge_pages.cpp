@@ -40,8 +40,7 @@ std::byte* scratch_page() {
 
 KernelError write_error(int errno_value, uint64_t bytes, uint64_t offset, const std::string& path) {
   return KernelError(
-      errno_value,
-      "write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of",
+      errno_value, "write " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset),
       path);
 }
 

@@ -59,7 +59,7 @@ void set_size(const OpenFile& file, uint64_t from_bytes, uint64_t to_bytes) {
       return;
     }
     if (errno != EOPNOTSUPP && errno != ENOSYS) {
-      throw_errno("make room for " + format_bytes(to_bytes - from_bytes) + " in", file.path());
+      throw_errno("make room for " + format_bytes(to_bytes - from_bytes), file.path());
     }
   }
   if (::ftruncate(file.any_fd(), to_bytes) != 0) {

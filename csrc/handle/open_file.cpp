@@ -75,14 +75,14 @@ std::shared_ptr<OpenFile> OpenFile::from_descriptor(int fd, Operation operation,
   const std::string name = "<file descriptor " + std::to_string(fd) + ">";
   const int flags = ::fcntl(fd, F_GETFL);
   if (flags < 0) {
-    throw_errno("use", name);
+    throw_errno("use the descriptor", name);
   }
   if (operation == Operation::kWrite && (flags & O_APPEND) != 0) {
     throw std::invalid_argument(name + " was opened with O_APPEND, which ignores offsets");
   }
   UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!own.is_open()) {
-    throw_errno("duplicate", name);
+    throw_errno("duplicate the descriptor", name);
   }
   return std::shared_ptr<OpenFile>(new OpenFile(name, false, operation, std::move(own), direct));
 }
@@ -104,14 +104,15 @@ OpenFile::OpenFile(std::string path, bool has_name, Operation operation, UniqueF
   const bool may_be_direct = alignment_.is_direct;
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0) {
-    throw_errno("fcntl(F_GETFL) of", path_);
+    throw_errno("ask the flags (F_GETFL)", path_);
   }
   const bool has_flag = (flags & O_DIRECT) != 0;
   if (!alignment_.is_direct || !has_flag || direct == DirectMode::kNever) {
     if (direct == DirectMode::kRequire) {
       throw KernelError(EOPNOTSUPP,
-                        has_flag ? "do direct I/O, which this file system does not grant, on"
-                                 : "do direct I/O, for which a descriptor needs O_DIRECT, on",
+                        has_flag || has_name
+                            ? "do direct I/O, which this file system does not grant"
+                            : "do direct I/O, for which a descriptor needs O_DIRECT",
                         path_);
     }
     alignment_.is_direct = false;
@@ -152,7 +153,7 @@ uint64_t OpenFile::size_bytes() const {
   if (!is_regular_) {
     const off_t end = ::lseek(fd_.get(), 0, SEEK_END);
     if (end < 0) {
-      throw_errno("find the size of", path_);
+      throw_errno("find the size", path_);
     }
     return static_cast<uint64_t>(end);
   }
@@ -174,14 +175,14 @@ void OpenFile::prepare_durable() {
   const std::filesystem::path file =
       std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_.get()), error);
   if (error) {
-    throw KernelError(error.value(), "find the folder of", path_);
+    throw KernelError(error.value(), "find the folder", path_);
   }
   folder_ = open_file(file.parent_path().string(), O_RDONLY | O_DIRECTORY);
 }
 
 void OpenFile::make_durable(const Sync& sync) {
   if (const int result = sync(fd_.get(), true); result != 0) {
-    throw KernelError(-result, "put on the device what was written to", path_);
+    throw KernelError(-result, "put on the device what was written", path_);
   }
   std::lock_guard<std::mutex> lock(name_mutex_);
   if (is_name_durable_) {
@@ -190,7 +191,7 @@ void OpenFile::make_durable(const Sync& sync) {
   const int result = sync(folder_.get(), false);
   // EINVAL: this file system has nothing to synchronize for a folder.
   if (result != 0 && result != -EINVAL) {
-    throw KernelError(-result, "put on the device the name of", path_);
+    throw KernelError(-result, "put on the device the name", path_);
   }
   is_name_durable_ = true;
   folder_.reset();

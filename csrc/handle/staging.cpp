@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <optional>
 
 #include "os/align.h"
 #include "os/status.h"
@@ -17,13 +18,18 @@ constexpr uint64_t kMostChunkBytes = uint64_t{32} << 20;
 }  // namespace
 
 Staging::Staging(uint64_t chunk_bytes, uint64_t limit_bytes)
-    : chunk_bytes_(
+    : arena_(LockedArena::process()),
+      chunk_bytes_(
           align_up(std::min({chunk_bytes, limit_bytes / 8, kMostChunkBytes}), page_bytes())),
       chunks_per_slab_(std::max<uint64_t>(1, kHugePageBytes / chunk_bytes_)),
-      limit_(std::max<uint64_t>(2, limit_bytes / chunk_bytes_)) {}
+      limit_(std::max<uint64_t>(2, limit_bytes / chunk_bytes_)) {
+  arena_.add_keeper(this);
+}
 
 Staging::~Staging() {
-  release();
+  arena_.remove_keeper(this);
+  LT_CHECK(reserved_ == 0, "staging goes when no chunk is out");
+  release_idle();
 }
 
 bool Staging::reserve() {
@@ -47,22 +53,33 @@ std::byte* Staging::take() {
   return add_slab();
 }
 
-std::byte* Staging::add_slab() {
-  const uint64_t bytes = chunk_bytes_ * chunks_per_slab_;
-  Slab slab{nullptr, nullptr};
-  try {
-    slab.block = LockedArena::process().allocate(bytes, PageOptions{});
-  } catch (const LockRefused&) {
-    slab.ordinary = static_cast<std::byte*>(std::aligned_alloc(page_bytes(), bytes));
-    if (slab.ordinary == nullptr) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      --reserved_;
-      throw std::bad_alloc();
+// Locked memory for a slab, or nullptr: see Note [Share of the limit].
+Block* Staging::lock_slab() {
+  if (const std::optional<uint64_t> left = arena_.lockable_bytes()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (2 * (locked_bytes_ + slab_bytes()) > locked_bytes_ + *left) {
+      return nullptr;
     }
   }
-  std::byte* data = slab.block != nullptr ? slab.block->data : slab.ordinary;
+  try {
+    return arena_.allocate(slab_bytes(), PageOptions{});
+  } catch (const LockRefused&) {
+    return nullptr;
+  }
+}
+
+std::byte* Staging::add_slab() {
+  Block* block = lock_slab();
+  std::byte* data = block != nullptr
+                        ? block->data
+                        : static_cast<std::byte*>(std::aligned_alloc(page_bytes(), slab_bytes()));
   std::lock_guard<std::mutex> lock(mutex_);
-  slabs_.push_back(slab);
+  if (data == nullptr) {
+    --reserved_;
+    throw std::bad_alloc();
+  }
+  slabs_.emplace(data, block);
+  locked_bytes_ += block != nullptr ? slab_bytes() : 0;
   for (uint64_t i = 1; i < chunks_per_slab_; ++i) {
     free_.push_back(data + i * chunk_bytes_);
   }
@@ -76,18 +93,44 @@ void Staging::give_back(std::byte* chunk) {
   free_.push_back(chunk);
 }
 
-void Staging::release() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  LT_CHECK(reserved_ == 0, "staging is released when no chunk is out");
-  for (const Slab& slab : slabs_) {
-    if (slab.block != nullptr) {
-      LockedArena::release(slab.block);
-    } else {
-      std::free(slab.ordinary);
+void Staging::release_idle() noexcept {
+  Slabs idle;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto slab_of = [this](std::byte* chunk) {
+      return std::prev(slabs_.upper_bound(chunk))->first;
+    };
+    std::map<std::byte*, uint64_t> free_chunks;  // by slab
+    for (std::byte* chunk : free_) {
+      ++free_chunks[slab_of(chunk)];
+    }
+    std::erase_if(
+        free_, [&](std::byte* chunk) { return free_chunks[slab_of(chunk)] == chunks_per_slab_; });
+    for (const auto& [slab, count] : free_chunks) {
+      if (count == chunks_per_slab_) {
+        idle.insert(slabs_.extract(slab));
+      }
+    }
+    for (const auto& [data, block] : idle) {
+      locked_bytes_ -= block != nullptr ? slab_bytes() : 0;
     }
   }
-  slabs_.clear();
-  free_.clear();
+  for (const auto& [data, block] : idle) {
+    if (block != nullptr) {
+      LockedArena::release(block);
+    } else {
+      std::free(data);
+    }
+  }
+}
+
+uint64_t Staging::kept_bytes() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return locked_bytes_;
+}
+
+std::string Staging::kept_as() const {
+  return "in use as staging of open aio_handles (their staging_bytes= bounds it)";
 }
 
 }  // namespace locked_tensor

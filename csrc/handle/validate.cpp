@@ -52,8 +52,7 @@ void validate(const Transfer& transfer) {
       if (equal < bytes || found < bytes) {
         throw KernelError(EIO,
                           "validate: file and memory differ at offset " +
-                              std::to_string(part.file_offset() + at + std::min(equal, found)) +
-                              " of",
+                              std::to_string(part.file_offset() + at + std::min(equal, found)),
                           path);
       }
     }

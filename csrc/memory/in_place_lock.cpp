@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory/locked_arena.h"
 #include "memory/range_registry.h"
 #include "os/align.h"
 #include "os/fork.h"
@@ -137,7 +138,8 @@ void lock_in_place(void* data, size_t bytes, bool is_registrable) {
   if (bytes == 0) {
     throw std::invalid_argument("there are no bytes to lock");
   }
-  InPlaceLocks::process().lock(span_of(data, bytes), is_registrable);
+  LockedArena::process().retry_with_room(
+      [&] { InPlaceLocks::process().lock(span_of(data, bytes), is_registrable); });
 }
 
 void unlock_in_place(void* data, size_t bytes) {

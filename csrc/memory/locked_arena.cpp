@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "memory/range_registry.h"
@@ -68,6 +69,10 @@ struct LockedArena::Impl {
     std::map<size_t, std::vector<Slab*>> slabs_with_room;  // by cell size
     uint64_t shared_bytes = 0;                             // mapped for shared segments so far
   };
+
+  // Held while keepers are called, so before the other mutex and any of theirs.
+  std::mutex keepers_mutex;
+  std::vector<BlockKeeper*> keepers;
 
   mutable std::mutex mutex;
   std::deque<Kind> kinds;
@@ -185,23 +190,65 @@ struct LockedArena::Impl {
     }
   }
 
+  void release_idle() {
+    std::lock_guard<std::mutex> lock(keepers_mutex);
+    for (BlockKeeper* keeper : keepers) {
+      keeper->release_idle();
+    }
+  }
+
+  void unmap_free() {
+    std::vector<LockedPages> excess;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      excess = take_excess(0);
+    }
+    unmap(std::move(excess));
+  }
+
+  // "4.0 MiB of it as ...", or nothing.
+  std::string describe_kept() {
+    std::map<std::string, uint64_t> bytes_by_kind;
+    std::lock_guard<std::mutex> lock(keepers_mutex);
+    for (BlockKeeper* keeper : keepers) {
+      bytes_by_kind[keeper->kept_as()] += keeper->kept_bytes();
+    }
+    std::string described;
+    for (const auto& [kind, bytes] : bytes_by_kind) {
+      if (bytes > 0) {
+        described += (described.empty() ? "" : ", ") + format_bytes(bytes) + " of it " + kind;
+      }
+    }
+    return described;
+  }
+
+  // Perhaps what is kept for reuse, or asked for in advance, stands in the way.
+  void retry_with_room(const std::function<void()>& lock) {
+    try {
+      return lock();
+    } catch (const LockRefused&) {
+      std::lock_guard<std::mutex> counting(mutex);
+      ++stats.lock_failures;
+    }
+    release_idle();
+    unmap_free();
+    try {
+      lock();
+    } catch (const LockRefused& refused) {
+      throw refused.with_kept(describe_kept());
+    }
+  }
+
   // Maps a segment for a run of `bytes`; the mutex is given back meanwhile.
   void map_segment(std::unique_lock<std::mutex>& lock, Kind& kind, size_t bytes) {
-    const size_t segment_bytes = segment_bytes_for(kind, bytes);
+    size_t segment_bytes = segment_bytes_for(kind, bytes);
     const PageOptions options = kind.options;
     lock.unlock();
     LockedPages pages;
-    try {
-      pages = LockedPages(segment_bytes, options);
-    } catch (const LockRefused&) {
-      // Perhaps what is kept for reuse, or asked for in advance, stands in the way.
-      lock.lock();
-      ++stats.lock_failures;
-      std::vector<LockedPages> excess = take_excess(0);
-      lock.unlock();
-      unmap(std::move(excess));
-      pages = LockedPages(bytes, options);
-    }
+    retry_with_room([&] {
+      const size_t now_bytes = std::exchange(segment_bytes, bytes);
+      pages = LockedPages(now_bytes, options);
+    });
     const auto begin = reinterpret_cast<uintptr_t>(pages.data());
     const Run run{pages.data(), pages.size()};
     RangeRegistry::process().add(begin, begin + pages.size());
@@ -429,12 +476,31 @@ uint64_t LockedArena::cache_limit() const {
 }
 
 void LockedArena::empty_cache() {
-  std::vector<LockedPages> excess;
-  {
-    std::lock_guard<std::mutex> lock(impl_->mutex);
-    excess = impl_->take_excess(0);
+  impl_->release_idle();
+  impl_->unmap_free();
+}
+
+void LockedArena::retry_with_room(const std::function<void()>& lock) {
+  impl_->retry_with_room(lock);
+}
+
+std::optional<uint64_t> LockedArena::lockable_bytes() const {
+  const std::optional<uint64_t> lockable = locked_tensor::lockable_bytes();
+  if (!lockable) {
+    return std::nullopt;
   }
-  Impl::unmap(std::move(excess));
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  return *lockable + impl_->free_bytes();
+}
+
+void LockedArena::add_keeper(BlockKeeper* keeper) {
+  std::lock_guard<std::mutex> lock(impl_->keepers_mutex);
+  impl_->keepers.push_back(keeper);
+}
+
+void LockedArena::remove_keeper(BlockKeeper* keeper) {
+  std::lock_guard<std::mutex> lock(impl_->keepers_mutex);
+  std::erase(impl_->keepers, keeper);
 }
 
 ArenaStats LockedArena::stats() const {

@@ -4,6 +4,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
 
 #include "os/locked_pages.h"
 
@@ -40,6 +43,19 @@ struct ArenaStats {
   uint64_t lock_failures = 0;
 };
 
+// Keeps blocks to use them again, and can do without those that are idle.
+class BlockKeeper {
+ public:
+  virtual ~BlockKeeper() = default;
+  // Releases the blocks that nothing uses now. Called by any thread, under no lock of the arena but
+  // that of its keepers; must not throw, allocate locked memory, nor add or remove a keeper.
+  virtual void release_idle() noexcept = 0;
+  // Locked bytes kept now, in use or idle. Same manners.
+  virtual uint64_t kept_bytes() noexcept = 0;
+  // What they are and how to have less of them, for messages: it follows the number of bytes.
+  virtual std::string kept_as() const = 0;
+};
+
 // Thread-safe. A block of 512 bytes or more is 512-aligned, of a page or more page-aligned, every
 // other 64-aligned. No system call is made under the arena's mutex.
 class LockedArena {
@@ -53,9 +69,13 @@ class LockedArena {
   LockedArena(const LockedArena&) = delete;
   LockedArena& operator=(const LockedArena&) = delete;
 
-  // A block with one reference. bytes > 0. Throws LockRefused after giving back the cache and
-  // trying once more; then nothing has changed.
+  // A block with one reference. bytes > 0. Throws LockRefused as retry_with_room does; then nothing
+  // has changed.
   Block* allocate(size_t bytes, const PageOptions& options);
+
+  // Runs `lock`; where that throws LockRefused, empties the cache and runs it once more. What that
+  // throws then tells what the keepers still hold.
+  void retry_with_room(const std::function<void()>& lock);
 
   // Counted references. The memory is given back when the last one goes, by the block's owner.
   static void retain(Block* block) noexcept;
@@ -69,8 +89,15 @@ class LockedArena {
   // Free bytes kept for reuse at most; what exceeds is unlocked and unmapped now.
   void set_cache_limit(uint64_t bytes);
   uint64_t cache_limit() const;
-  // Unlocks and unmaps all that is free.
+  // Has the keepers release what is idle, and unlocks and unmaps all that is free.
   void empty_cache();
+  // What the limit leaves this process to lock, the free bytes of the cache among it; nullopt: as
+  // much as there is.
+  std::optional<uint64_t> lockable_bytes() const;
+
+  void add_keeper(BlockKeeper* keeper);
+  // Returns once no call to the keeper is running.
+  void remove_keeper(BlockKeeper* keeper);
 
   ArenaStats stats() const;
   // Of the stats, at the cost of one lock.

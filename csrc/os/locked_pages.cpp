@@ -52,34 +52,32 @@ std::string show(const std::optional<uint64_t>& limit) {
   return limit ? format_bytes(*limit) : "unlimited";
 }
 
-// The number after `name` in /proc/self/status, 0 where there is none.
-uint64_t status_number(const std::string& name, int base) {
+// Of /proc/self/status; 0 where there is no such line.
+struct ProcessStatus {
+  uint64_t locked_bytes = 0;  // VmLck
+  uint64_t capabilities = 0;  // CapEff
+};
+
+ProcessStatus process_status() {
+  const std::string locked = "VmLck:";
+  const std::string capabilities = "CapEff:";
+  ProcessStatus found;
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.starts_with(name)) {
-      return std::stoull(line.substr(name.size()), nullptr, base);
+    if (line.starts_with(locked)) {
+      found.locked_bytes = std::stoull(line.substr(locked.size())) * 1024;
+    } else if (line.starts_with(capabilities)) {
+      found.capabilities = std::stoull(line.substr(capabilities.size()), nullptr, 16);
+      break;  // it comes after
     }
   }
-  return 0;
-}
-
-uint64_t vm_locked_bytes() {
-  return status_number("VmLck:", 10) * 1024;
-}
-
-// Does this process escape RLIMIT_MEMLOCK (capabilities(7))?
-bool has_cap_ipc_lock() {
-  constexpr uint64_t kCapIpcLock = uint64_t{1} << 14;
-  return (status_number("CapEff:", 16) & kCapIpcLock) != 0;
+  return found;
 }
 
 // Refuses before any page is touched what the limit would refuse after.
 void check_limit(size_t bytes) {
-  rlimit limit;
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
-    return;
-  }
-  if (vm_locked_bytes() + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
+  const std::optional<uint64_t> lockable = lockable_bytes();
+  if (lockable && bytes > *lockable) {
     throw LockRefused(bytes, ENOMEM, memlock_limit(), "lock");
   }
 }
@@ -182,18 +180,33 @@ MemlockLimit memlock_limit() {
     throw_errno("read RLIMIT_MEMLOCK");
   }
   return MemlockLimit{limit_of(limit.rlim_cur), limit_of(limit.rlim_max),
-                      vm_locked_bytes() + hugetlb_bytes.load()};
+                      process_status().locked_bytes + hugetlb_bytes.load()};
+}
+
+std::optional<uint64_t> lockable_bytes() {
+  constexpr uint64_t kCapIpcLock = uint64_t{1} << 14;  // capabilities(7): escapes the limit
+  rlimit limit;
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::nullopt;
+  }
+  const ProcessStatus status = process_status();
+  if ((status.capabilities & kCapIpcLock) != 0) {
+    return std::nullopt;
+  }
+  return limit.rlim_cur - std::min<uint64_t>(limit.rlim_cur, status.locked_bytes);
 }
 
 LockRefused::LockRefused(uint64_t bytes_asked, int errno_value, const MemlockLimit& limit,
-                         const std::string& tried)
+                         const std::string& tried, const std::string& kept)
     : std::runtime_error("cannot " + tried + " " + format_bytes(bytes_asked) + ": " +
                          strerrorname_np(errno_value) + "; RLIMIT_MEMLOCK is " + show(limit.soft) +
                          " (hard limit " + show(limit.hard) + "), " + format_bytes(limit.locked) +
-                         " already locked; " + remedy(errno_value, tried)),
+                         " already locked" + (kept.empty() ? "" : ", " + kept) + "; " +
+                         remedy(errno_value, tried)),
       bytes_asked_(bytes_asked),
       errno_value_(errno_value),
-      limit_(limit) {}
+      limit_(limit),
+      tried_(tried) {}
 
 LockedPages::LockedPages(size_t bytes, const PageOptions& options) : options_(options) {
   const bool is_hugetlb = options.huge_pages == HugePages::k2M;
@@ -328,7 +341,7 @@ std::vector<int> numa_nodes() {
   return nodes.empty() ? std::vector<int>{0} : nodes;
 }
 
-void check_numa_node(int node) {
+void check_numa_node(int64_t node) {
   const std::vector<int> nodes = numa_nodes();
   if (std::find(nodes.begin(), nodes.end(), node) != nodes.end()) {
     return;

@@ -37,13 +37,22 @@ struct MemlockLimit {
   uint64_t locked = 0;
 };
 MemlockLimit memlock_limit();
+// Bytes that the limit leaves this process to lock; nullopt: as many as there are (no limit, or
+// CAP_IPC_LOCK).
+std::optional<uint64_t> lockable_bytes();
 
 // Memory could not be locked. The message says how much was asked, what is locked now, the
 // limits, errno and the remedy.
 class LockRefused : public std::runtime_error {
  public:
+  // `kept`: what of it is locked as what, and how to have less of that; may be empty.
   LockRefused(uint64_t bytes_asked, int errno_value, const MemlockLimit& limit,
-              const std::string& tried);
+              const std::string& tried, const std::string& kept = "");
+
+  // The same, telling what is kept.
+  LockRefused with_kept(const std::string& kept) const {
+    return LockRefused(bytes_asked_, errno_value_, limit_, tried_, kept);
+  }
 
   uint64_t bytes_asked() const { return bytes_asked_; }
   int errno_value() const { return errno_value_; }
@@ -53,6 +62,7 @@ class LockRefused : public std::runtime_error {
   uint64_t bytes_asked_;
   int errno_value_;
   MemlockLimit limit_;
+  std::string tried_;
 };
 
 // Move-only owner of one mapping of whole pages. The order is mmap, madvise, mbind, populate (in
@@ -94,6 +104,6 @@ void unlock_pages(void* begin, size_t bytes) noexcept;
 // The NUMA nodes that exist, ascending ({0} where the kernel does not say).
 std::vector<int> numa_nodes();
 // Throws std::invalid_argument, naming those that exist, when this one does not.
-void check_numa_node(int node);
+void check_numa_node(int64_t node);
 
 }  // namespace locked_tensor

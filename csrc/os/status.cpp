@@ -8,8 +8,8 @@
 namespace locked_tensor {
 
 KernelError::KernelError(int errno_value, const std::string& tried, const std::string& path)
-    : std::runtime_error("cannot " + tried + (path.empty() ? "" : " " + path) + ": " +
-                         std::generic_category().message(errno_value)),
+    : std::runtime_error("cannot " + tried + ": " + std::generic_category().message(errno_value) +
+                         (path.empty() ? "" : ": " + path)),
       errno_value_(errno_value),
       tried_(tried),
       path_(path) {}

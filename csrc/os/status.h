@@ -10,7 +10,8 @@
 
 namespace locked_tensor {
 
-// The kernel refused: what was tried, on which path (may be empty), and its errno.
+// The kernel refused: what was tried, on which path (may be empty), and its errno. The path is
+// shown behind the sentence, which says "cannot", what was tried and why not.
 class KernelError : public std::runtime_error {
  public:
   KernelError(int errno_value, const std::string& tried, const std::string& path = "");

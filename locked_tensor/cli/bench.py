@@ -11,6 +11,7 @@ from typing import NamedTuple, Optional
 from rich.console import Console
 from rich.table import Table
 
+from locked_tensor.cli.arguments import count, new_file
 from locked_tensor.cli.plot import plot_figures, plot_path
 
 # The groups of measurements, in the order of the help. Each module has add_parser(groups).
@@ -75,7 +76,7 @@ def show(
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as JSON")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures to FILE as JSON")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,7 @@ def add_disk_options(parser: argparse.ArgumentParser, nbytes: int) -> None:
     """What a measurement of files asks for."""
     add_folder_options(parser)
     parser.add_argument(
-        "--bytes", type=int, default=nbytes, help=f"of the large tensor (default: {nbytes >> 20} MiB)"
+        "--bytes", type=count, default=nbytes, help=f"of the large tensor (default: {nbytes >> 20} MiB)"
     )
 
 
@@ -113,5 +114,5 @@ def add_folder_option(parser: argparse.ArgumentParser) -> None:
 def add_rounds_option(parser: argparse.ArgumentParser, rounds: int = 5) -> None:
     """How often each thing is done, in turn with the others."""
     parser.add_argument(
-        "--rounds", type=int, default=rounds, help=f"rounds of each measurement (default: {rounds})"
+        "--rounds", type=count, default=rounds, help=f"rounds of each measurement (default: {rounds})"
     )

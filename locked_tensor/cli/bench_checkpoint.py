@@ -10,8 +10,9 @@ from typing import IO, Callable, Optional, cast
 import torch
 
 import locked_tensor as lt
-from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, add_rounds_option, show
-from locked_tensor.cli.disk import check_space, forget_cached, sync_file, work_folder
+from locked_tensor.cli.arguments import count
+from locked_tensor.cli.bench import Figure, add_folder_options, add_json_option, add_rounds_option, show
+from locked_tensor.cli.disk import check_space, forget_cached, may_wear, sync_file, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
 from locked_tensor.cli.peers import safetensors_torch
 
@@ -19,21 +20,28 @@ StateDict = dict[str, torch.Tensor]
 LAYERS = 64  # each a matrix and a vector
 WIDTH = 4096
 FILES = 4  # of --bytes, room for: what is replaced stays until the new one is whole
+WRITES_EACH_ROUND = 5  # of --bytes, with safetensors there
+WRITES_ONCE = 2  # of --bytes: what is loaded
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("checkpoint", help="saving and loading a state dict", description=__doc__)
     add_json_option(parser)
-    add_folder_option(parser)
-    parser.add_argument("--bytes", type=int, default=2 << 30, help="of the state dict, about (default: 2 GiB)")
+    add_folder_options(parser)
+    parser.add_argument("--bytes", type=count, default=2 << 30, help="of the state dict, about (default: 2 GiB)")
     add_rounds_option(parser)
-    parser.set_defaults(
-        run=lambda chosen: show("bench checkpoint", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json)
-    )
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    check_space(chosen.folder, FILES * chosen.bytes)
+    written = chosen.bytes * (WRITES_EACH_ROUND * (chosen.rounds + 1) + WRITES_ONCE)
+    if not may_wear([chosen.folder], written, chosen.yes):
+        return 1
+    return show("bench checkpoint", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json)
 
 
 def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
-    check_space(folder, FILES * nbytes)
     with work_folder(folder, "bench") as work:
         return _Bench(work, nbytes, rounds).run()
 

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, add_rounds_option, show
-from locked_tensor.cli.disk import check_space, forget_cached, work_folder
+from locked_tensor.cli.arguments import count
+from locked_tensor.cli.bench import Figure, add_folder_options, add_json_option, add_rounds_option, show
+from locked_tensor.cli.disk import check_space, forget_cached, may_wear, work_folder
 
 RANKS = 2
 TENSORS = 32  # of each rank
@@ -25,15 +26,21 @@ KINDS = ("torch's", "ours", "ours, locked")  # of saves, each with a folder of i
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("dcp", help="torch.distributed.checkpoint, by two processes", description=__doc__)
     add_json_option(parser)
-    add_folder_option(parser)
-    parser.add_argument("--bytes", type=int, default=2 << 30, help="of the state of all ranks (default: 2 GiB)")
+    add_folder_options(parser)
+    parser.add_argument("--bytes", type=count, default=2 << 30, help="of the state of all ranks (default: 2 GiB)")
     add_rounds_option(parser)
-    parser.set_defaults(run=lambda chosen: show("bench dcp", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json))
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    check_space(chosen.folder, len(KINDS) * chosen.bytes)
+    if not may_wear([chosen.folder], len(KINDS) * chosen.bytes * (chosen.rounds + 1), chosen.yes):
+        return 1
+    return show("bench dcp", figures(chosen.folder, chosen.bytes, chosen.rounds), chosen.json)
 
 
 def figures(folder: Path, nbytes: int, rounds: int) -> list[Figure]:
     """Bandwidths and ratios of `dcp.save` (fsynced) and `dcp.load` (of files that are not cached)."""
-    check_space(folder, len(KINDS) * nbytes)
     with work_folder(folder, "bench") as work:
         seconds = _run_ranks(work, nbytes, rounds)
     medians = {name: statistics.median(each) for name, each in seconds.items()}

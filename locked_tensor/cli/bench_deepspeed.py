@@ -13,31 +13,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
-from locked_tensor.cli.bench import Figure, add_folder_option, add_json_option, show
-from locked_tensor.cli.disk import check_space, work_folder
+from locked_tensor.cli.arguments import count
+from locked_tensor.cli.bench import Figure, add_folder_options, add_json_option, show
+from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.zero_training import MARK, Settings
 
 LAYERS = 12
 BYTES_OF_PARAMETER = 16  # on disk: fp32 weight, two moments, gradient
+ENGINES = 2
 KINDS = {"one at a time": (5, False), "pipelined": (30, True)}  # buffers, pipelining
 
 
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("deepspeed", help="DeepSpeed's ZeRO-3 step on both engines", description=__doc__)
     add_json_option(parser)
-    add_folder_option(parser)
-    parser.add_argument("--parameters", type=int, default=50_000_000, help="of the model (default: 50 million)")
-    parser.add_argument("--rounds", type=int, default=5, help="steps that are counted (default: 5)")
-    parser.set_defaults(
-        run=lambda chosen: show("bench deepspeed", figures(chosen.folder, chosen.parameters, chosen.rounds), chosen.json)
-    )
+    add_folder_options(parser)
+    parser.add_argument("--parameters", type=count, default=50_000_000, help="of the model (default: 50 million)")
+    parser.add_argument("--rounds", type=count, default=5, help="steps that are counted (default: 5)")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Refuses, warns, measures and shows; the exit status."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("DeepSpeed is not installed: pip install deepspeed")
+    check_space(chosen.folder, 3 * BYTES_OF_PARAMETER * chosen.parameters)
+    # Each training writes its state when it begins and with each step, of which one is not counted.
+    written = ENGINES * len(KINDS) * BYTES_OF_PARAMETER * chosen.parameters * (chosen.rounds + 2)
+    if not may_wear([chosen.folder], written, chosen.yes):
+        return 1
+    return show("bench deepspeed", figures(chosen.folder, chosen.parameters, chosen.rounds), chosen.json)
 
 
 def figures(folder: Path, parameters: int, rounds: int) -> list[Figure]:
     """Seconds of a step, and ours as a share of DeepSpeed's, without and with pipelining."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("DeepSpeed is not installed: pip install deepspeed")
-    check_space(folder, 3 * BYTES_OF_PARAMETER * parameters)
     found = []
     for name, (buffer_count, is_pipelined) in KINDS.items():
         ours, theirs = _step_seconds(folder, parameters, rounds, buffer_count, is_pipelined)

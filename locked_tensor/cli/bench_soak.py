@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 import locked_tensor as lt
+from locked_tensor.cli.arguments import duration
 from locked_tensor.cli.bench import Figure, add_json_option, show
 from locked_tensor.cli.disk import check_space, work_folder
 from locked_tensor.cli.soak_program import Program, Tally, with_signals
@@ -46,7 +47,7 @@ class Usage(NamedTuple):
 def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = groups.add_parser("soak", help="random verified operations for a while", description=__doc__)
     add_json_option(parser)
-    parser.add_argument("--minutes", type=float, default=20, help="how long (default: 20)")
+    parser.add_argument("--minutes", type=duration, default=20, help="how long (default: 20)")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), metavar="DIR", help="on the disk to use (default: here)")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of the operations (default: another each time; it is shown)")
     parser.set_defaults(run=run)
@@ -54,8 +55,6 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(chosen: argparse.Namespace) -> int:
     """Soaks, shows the figures, and returns 1 if a byte was wrong, an error lost or something grew."""
-    if chosen.minutes <= 0:
-        raise ValueError(f"--minutes must be positive, got {chosen.minutes}")
     check_space(chosen.folder, ROOM_BYTES)
     with work_folder(chosen.folder, "soak") as work:
         soak = Soak(work, chosen.seed)

@@ -10,6 +10,7 @@ from typing import Any, Callable
 import torch
 
 import locked_tensor as lt
+from locked_tensor.cli.arguments import count
 from locked_tensor.cli.bench import Figure, add_folder_options, add_output_options, add_rounds_option, show
 from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.measure import Cost, interleaved
@@ -25,7 +26,7 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_output_options(parser)
     add_folder_options(parser)
     parser.add_argument(
-        "--parameters", type=int, default=200_000_000, help="of the model, fp32 (default: 200 million)"
+        "--parameters", type=count, default=200_000_000, help="of the model, fp32 (default: 200 million)"
     )
     add_rounds_option(parser)
     parser.set_defaults(run=run)

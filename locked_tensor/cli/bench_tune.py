@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from locked_tensor.cli.arguments import count, duration
 from locked_tensor.cli.bench import Figure, add_disk_options, add_output_options, show
 from locked_tensor.cli.disk import check_space, may_wear
 from locked_tensor.cli.search import OPERATIONS, Tried
@@ -23,9 +24,9 @@ def add_parser(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = groups.add_parser("tune", help="the search for settings against trying them all", description=__doc__)
     add_output_options(parser)
     add_disk_options(parser, DEFAULT_BYTES)
-    parser.add_argument("--seconds", type=float, default=60, help="as for tune (default: 60)")
-    parser.add_argument("--sweeps", type=int, default=3, help="times that everything is tried (default: 3)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of the final comparison (default: 15)")
+    parser.add_argument("--seconds", type=duration, default=60, help="as for tune (default: 60)")
+    parser.add_argument("--sweeps", type=count, default=3, help="times that everything is tried (default: 3)")
+    parser.add_argument("--rounds", type=count, default=15, help="rounds of the final comparison (default: 15)")
     parser.set_defaults(run=run)
 
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
+from locked_tensor.cli.arguments import new_file
+
 if TYPE_CHECKING:
     from locked_tensor.cli.bench import Figure
 
@@ -18,7 +20,7 @@ def plot_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"a plot needs matplotlib: pip install matplotlib ({error})"
         ) from error
-    return Path(text)
+    return new_file(text)
 
 
 def _pyplot() -> Any:

@@ -6,6 +6,7 @@ It knows nothing of files: a function measures settings and returns a speed for 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ OPERATIONS = ("read", "write")
 Speeds = dict[str, float]  #: bytes a second, by operation
 Measure = Callable[[AioSettings], Speeds]
 
-FINALISTS = 5  # of each operation
+FINALISTS = 5  # of each operation, where there is time for them
 COARSE_SHARE = 0.3  # of the time, at most, for the coarse grid
 FINAL_SHARE = 0.3  # of the time, to measure the finalists again, in turn
 AS_FAST = 0.98  # within this share of the best, speeds differ by noise
@@ -114,7 +115,7 @@ class Search:
     Args:
         measure: measures one settings; its exceptions end the search.
         start: is tried first, so that what is found is not worse than it.
-        seconds: about how long `run` takes.
+        seconds: how long `run` takes at most, if the least it does takes no longer.
         advance: told the share of the time that has passed, 0 to 1, after each measurement.
         clock: seconds, rising.
     """
@@ -185,13 +186,21 @@ class Search:
 
     def _final(self) -> None:
         """Measures the best again, in turn, so that what was luck shows; medians decide."""
-        chosen = [settings for name in OPERATIONS for settings in self.tried.promising(name)]
+        each = self._affordable()
+        chosen = [settings for name in OPERATIONS for settings in self.tried.promising(name)[:each]]
         self.finalists = list(dict.fromkeys(chosen + [self._start]))
         for name in OPERATIONS:
             for settings in self.finalists:
                 self.tried.speeds[name][settings].clear()
-        rounds = 0
-        while rounds < LEAST_ROUNDS or self._passed() < 1:
+        began, rounds = self._passed(), 0
+        while rounds < LEAST_ROUNDS or self._passed() + (self._passed() - began) / rounds < 1:
             for settings in self.finalists:
                 self._try(settings)
             rounds += 1
+
+    def _affordable(self) -> int:
+        """How many finalists of each operation the time that is left is enough for, beside the start."""
+        count = sum(len(speeds) for speeds in self.tried.speeds[OPERATIONS[0]].values())
+        measurements = (1 - self._passed()) * count / self._passed() if self._passed() > 0 else math.inf
+        finalists = min(measurements / LEAST_ROUNDS, 1 + len(OPERATIONS) * FINALISTS)
+        return max(1, int((finalists - 1) / len(OPERATIONS)))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from locked_tensor.cli.arguments import count, duration, new_file
 from locked_tensor.cli.disk import check_space, may_wear, work_folder
 from locked_tensor.cli.peers import fio_figures
 from locked_tensor.cli.plot import plot_heat_maps, plot_path
@@ -24,6 +25,8 @@ from locked_tensor.settings import AioSettings, render_settings
 DEFAULT_BYTES = 256 << 20
 SEARCH_SHARE = 0.85  # of the time; the rest compares with the device
 REFERENCE_ROUNDS = 5  # at most
+SHARE = "share"  # the column's name
+MOST_POINTS = 3  # at which fio is asked: USUAL, and that of each operation's winner
 USUAL = (1 << 20, 32)  # block size and depth at which fio is asked, beside those that were found
 GUESSED_SPEED = 1.5e9  # bytes a second written, for the warning of wear
 
@@ -61,27 +64,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="DIR",
         help="on the disk, or one on each of the disks to use at once (default: here)",
     )
-    parser.add_argument("--seconds", type=float, default=60, help="how long to search (default: 60)")
-    parser.add_argument("--bytes", type=int, default=DEFAULT_BYTES, help="of the tensor moved (default: 256 MiB)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write what AioHandle.from_file(FILE) reads")
+    parser.add_argument(
+        "--seconds",
+        type=duration,
+        default=60,
+        help="for everything: the search, measuring the best again, and the disk itself beside them (default: 60); "
+        "a few more where the least of each takes longer",
+    )
+    parser.add_argument("--bytes", type=count, default=DEFAULT_BYTES, help="of the tensor moved (default: 256 MiB)")
+    parser.add_argument("--save", type=new_file, metavar="FILE", help="write what AioHandle.from_file(FILE) reads")
     parser.add_argument("--plot", type=plot_path, metavar="FILE.png", help="heat maps of all that was tried (needs matplotlib)")
     parser.add_argument("--yes", action="store_true", help="no warning that writing wears a drive")
     parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> int:
-    if chosen.seconds <= 0:
-        raise ValueError(f"--seconds must be positive, got {chosen.seconds}")
     for folder in chosen.folder:
         check_space(folder, chosen.bytes)
     if not may_wear(chosen.folder, int(chosen.seconds * GUESSED_SPEED / 2), chosen.yes):
         return 1
     console = Console(highlight=False, soft_wrap=True)
+    deadline = time.monotonic() + chosen.seconds
     with trial_in(chosen.folder, chosen.bytes) as trial:
-        deadline = time.monotonic() + chosen.seconds
-        search = find(trial, chosen.seconds * SEARCH_SHARE)
+        is_fio, round_seconds = try_reference(trial)
+        left = deadline - time.monotonic()
+        search = find(trial, max(left / 3, min(left * SEARCH_SHARE, left - round_seconds), 1e-9))
         winners = winners_of(search)
-        reference = compare(trial, winners, deadline)
+        reference = compare(trial, winners, deadline, is_fio)
     show(console, winners, reference, len(search.tried.speeds["read"]))
     if chosen.plot is not None:
         plot(chosen.plot, search, winners)
@@ -126,8 +135,20 @@ def winners_of(search: Search) -> Winners:
     )
 
 
-def compare(trial: Trial, winners: Winners, deadline: float) -> Reference:
-    """Measures the winners and the device's own speed in turn: fio's, or threads of plain calls without it."""
+def try_reference(trial: Trial) -> tuple[bool, float]:
+    """Does fio work here, and about how many seconds does one round of `compare` take?"""
+    began = time.monotonic()
+    is_fio = fio_figures(trial.paths, trial.nbytes, "read", *USUAL) is not None
+    if not is_fio:
+        trial.measure_plainly("read")
+    return is_fio, (time.monotonic() - began) * len(OPERATIONS) * (1 + MOST_POINTS if is_fio else 2)
+
+
+def compare(trial: Trial, winners: Winners, deadline: float, is_fio: bool) -> Reference:
+    """Measures the winners and the device's own speed in turn: fio's, or threads of plain calls without it.
+
+    At least once each, and again while another round is likely to end by the deadline.
+    """
     points = {USUAL} | {(each.block_size, each.queue_depth) for each in (winners.read, winners.write)}
 
     def fio(operation: str) -> list[float]:
@@ -136,23 +157,26 @@ def compare(trial: Trial, winners: Winners, deadline: float) -> Reference:
 
     ours: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     device: dict[str, list[float]] = {name: [] for name in OPERATIONS}
-    is_fio = fio_figures(trial.paths, trial.nbytes, "read", *USUAL) is not None
-    for number in range(REFERENCE_ROUNDS):
-        if number > 0 and time.monotonic() >= deadline:
-            break
+    for _ in range(REFERENCE_ROUNDS):
+        began = time.monotonic()
         for name in OPERATIONS:
             ours[name].append(trial.measure(getattr(winners, name))[name])
             device[name].append(max(fio(name)) if is_fio else trial.measure_plainly(name))
+        if 2 * time.monotonic() - began > deadline:
+            break
     return Reference(
-        "fio" if is_fio else "threads of plain calls",
+        "fio (one job, the best of its block sizes and depths)" if is_fio else "threads of plain calls",
         {name: statistics.median(speeds) for name, speeds in ours.items()},
         {name: statistics.median(speeds) for name, speeds in device.items()},
     )
 
 
 def show(console: Console, winners: Winners, reference: Reference, tried: int) -> None:
-    table = Table(title=f"{tried} settings tried")
-    for name in ("best for", "engine", "block size", "depth", "parallelism", "GB/s", f"of {reference.source}"):
+    table = Table(
+        title=f"{tried} settings tried",
+        caption=f"{SHARE}: of the bytes a second of {reference.source}, measured in turn with ours",
+    )
+    for name in ("best for", "engine", "block size", "depth", "parallelism", "GB/s", SHARE):
         table.add_column(name, justify="left" if name in ("best for", "engine") else "right")
     for name, settings in winners._asdict().items():
         speeds = ("", "")
