@@ -1,7 +1,7 @@
 # make demo   sets up what is missing, builds, and runs the main job
 # make test   the same set-up, then every test
 # make lint   types, and the form of Python and C++
-# make dist   the sdist in dist/ and the wheel made from it, installed and tried in a clean environment
+# make dist   the sdist and the wheel made from it, in dist/, both installed and tried in clean environments
 # make docs   the pages and the API reference in build/docs, every link checked
 # make coverage   which lines of the concurrent floors no test runs
 #
@@ -60,7 +60,7 @@ $(ENVIRONMENT)/python: $(if $(VIRTUAL_ENV),,$(VENV)/pyvenv.cfg) | $(STAMPS)/syst
 	  *) echo "$(PYTHON) has torch $$found and locked_tensor needs 2.13: leave the environment" \
 	          "(deactivate) to have .venv made, or install $(TORCH) in it" >&2; exit 1 ;; \
 	esac
-	$(PYTHON) -m pip install -q 'setuptools>=68' wheel pybind11 ninja numpy
+	$(PYTHON) -m pip install -q 'setuptools>=77' pybind11 ninja numpy
 	@touch $@
 
 $(ENVIRONMENT)/built: $(ENVIRONMENT)/python $(SOURCES)
@@ -100,9 +100,11 @@ lint: $(ENVIRONMENT)/lint-packages
 	  else echo "clang-format is not installed: the C++ half is not checked"; fi
 
 dist: $(ENVIRONMENT)/dist-packages
-	rm -rf dist
-	$(PYTHON) -m build --no-isolation
-	PYTHON=$(PYTHON) tests/try_dist.sh dist
+	rm -rf dist build/sdist
+	$(PYTHON) -m build --no-isolation --sdist
+	mkdir -p build/sdist && tar -xzf dist/*.tar.gz -C build/sdist --strip-components 1
+	$(PYTHON) -m build --no-isolation --wheel --outdir dist build/sdist
+	PYTHON=$(PYTHON) tests/try_dist.sh dist build/sdist
 
 $(ENVIRONMENT)/dist-packages: $(ENVIRONMENT)/python
 	$(PYTHON) -m pip install -q build rich

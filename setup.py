@@ -47,15 +47,15 @@ def liburing() -> tuple[bool, list[str]]:
 
 
 has_liburing, link_arguments = liburing()
+LEFT_OUT = {"engine_uring_missing.cpp"} if has_liburing else {"engine_uring.cpp", "uring_buffers.cpp"}
 
 setup(
     ext_modules=[
         CppExtension(
             "locked_tensor._C",
-            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp") if path.name not in LEFT_OUT),
             include_dirs=[str(ROOT / "csrc")],
             depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
-            define_macros=[("LOCKED_TENSOR_HAS_LIBURING", str(int(has_liburing)))],
             extra_compile_args=["-O2", "-g1", "-Wall", "-fvisibility=hidden"],
             extra_link_args=link_arguments,
             libraries=["shm"],

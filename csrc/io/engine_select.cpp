@@ -53,9 +53,10 @@ std::string remedy(const std::string& name, int errno_value) {
       case ENOMEM:
         return "RLIMIT_MEMLOCK leaves no room for a ring; raise it with \"ulimit -l\"";
       case EOPNOTSUPP:
-        return LOCKED_TENSOR_HAS_LIBURING
+        return is_uring_built_in()
                    ? "Linux 5.11 has what is needed"
-                   : "install liburing-dev (Debian) or liburing-devel (Fedora) and reinstall";
+                   : "install liburing-dev (Debian) or liburing-devel (Fedora), and in the source "
+                     "\"pip install --force-reinstall --no-deps --no-build-isolation .\"";
       default:
         return "";
     }

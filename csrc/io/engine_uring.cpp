@@ -1,17 +1,12 @@
 #include "io/engine_uring.h"
 
-#include <cerrno>
-
-#include "os/status.h"
-
-#if LOCKED_TENSOR_HAS_LIBURING
-
 #include <liburing.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <map>
 #include <mutex>
 #include <string>
@@ -19,6 +14,7 @@
 #include "io/sync_file.h"
 #include "io/uring_buffers.h"
 #include "os/fork.h"
+#include "os/status.h"
 
 namespace locked_tensor {
 
@@ -277,20 +273,12 @@ class UringEngine : public Engine {
 
 }  // namespace
 
+bool is_uring_built_in() {
+  return true;
+}
+
 std::unique_ptr<Engine> make_uring_engine(size_t depth) {
   return std::make_unique<UringEngine>(depth);
 }
 
 }  // namespace locked_tensor
-
-#else
-
-namespace locked_tensor {
-
-std::unique_ptr<Engine> make_uring_engine(size_t) {
-  throw KernelError(EOPNOTSUPP, "use io_uring: built without liburing");
-}
-
-}  // namespace locked_tensor
-
-#endif

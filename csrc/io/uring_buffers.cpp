@@ -1,7 +1,5 @@
 #include "io/uring_buffers.h"
 
-#if LOCKED_TENSOR_HAS_LIBURING
-
 #include <liburing.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -153,5 +151,3 @@ void UringBuffers::close() {
 }
 
 }  // namespace locked_tensor
-
-#endif

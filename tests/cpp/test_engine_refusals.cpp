@@ -16,6 +16,7 @@
 
 #include "engine_suite.h"
 #include "io/engine_select.h"
+#include "io/engine_uring.h"
 #include "os/status.h"
 #include "os/unique_fd.h"
 #include "support.h"
@@ -111,7 +112,7 @@ TEST_CASE("a refused io_uring is explained, and another engine serves") {
     INFO(each.remedy);
     CHECK_FALSE(info.usable);
     CHECK(served != "io_uring");
-    if (LOCKED_TENSOR_HAS_LIBURING) {
+    if (is_uring_built_in()) {
       CHECK(refusal == each.errno_value);
       CHECK(info.reason.find(each.remedy) != std::string::npos);
     } else {
