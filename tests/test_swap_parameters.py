@@ -200,8 +200,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(disk_folder, tmp_path):
         swap(model, disk_folder, max_locked_bytes=8192)
     with pytest.raises(FileNotFoundError):
         swap(model, disk_folder / "missing")
-    with pytest.raises(ValueError, match="on the CPU; .*weight is on meta"):
+    with pytest.raises(ValueError, match="weight must be a strided CPU tensor .*on meta"):
         swap(torch.nn.Linear(3, 3, device="meta"), disk_folder)
+    with_buffer = torch.nn.Linear(3, 3)
+    with_buffer.register_buffer("scales", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    for refused, told in ((with_buffer, "scales .*quantized"), (torch.nn.LazyLinear(3), "weight .*not known yet")):
+        with pytest.raises(ValueError, match=told):
+            swap(refused, disk_folder)
     assert same(model.parameters(), expected.parameters())
     assert os.listdir(disk_folder) == []
 

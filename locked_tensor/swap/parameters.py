@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from typing import Any, Callable, Iterable, Optional, Union
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from locked_tensor.handle import AioHandle
+from locked_tensor.movable import check_movable
 from locked_tensor.swap.folder import FolderPath
 from locked_tensor.swap.optimizer_records import step_without_hooks
 from locked_tensor.swap.parameter_cache import UnitCache, holding
@@ -46,7 +48,8 @@ class SwappedParameters:
             more, is in use at a time, so a few times a layer is a good budget.
 
     Raises:
-        ValueError: a tensor is not on the CPU, or larger than half of `max_locked_bytes`.
+        ValueError: a tensor is no strided CPU tensor with bytes of its own, or larger than half of
+            `max_locked_bytes`; the module, or a part of it, is swapped already.
         OSError: the folder may not be written, or has no room.
         LockLimitError: so much memory may not be locked.
     """
@@ -59,17 +62,12 @@ class SwappedParameters:
         aio_handle: Optional[AioHandle] = None,
         max_locked_bytes: int = 1 << 30,
     ) -> None:
-        for name, each in module.named_modules():
-            if isinstance(each._parameters, _Asked):
-                raise ValueError(
-                    f"{name or type(each).__name__} has SwappedParameters already: restore() those first, or swap the "
-                    "whole module at once"
-                )
+        _check_module(module)
         budget = max_locked_bytes // PAGE_BYTES * PAGE_BYTES
         self.module = module
         self._parts = partition(module, max(budget // 3, PAGE_BYTES))
         for unit in self._parts.units:
-            _check(unit, budget)
+            _check_fits(unit, budget)
         self._is_closed = self._is_restored = False
         self._runs = _Runs()
         self._undo: list[Callable[[], None]] = []  # what makes the module as it was before
@@ -424,10 +422,18 @@ def _function(method: Callable[..., None]) -> Callable[..., None]:
     return lambda *arguments: method(*arguments)
 
 
-def _check(unit: Unit, budget: int) -> None:
-    for entry in unit.entries:
-        if entry.tensor.device.type != "cpu":
-            raise ValueError(f"SwappedParameters serve modules on the CPU; {entry.name} is on {entry.tensor.device}")
+def _check_module(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each._parameters, _Asked):
+            raise ValueError(
+                f"{name or type(each).__name__} has SwappedParameters already: restore() those first, or swap the "
+                "whole module at once"
+            )
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        check_movable(name, tensor)
+
+
+def _check_fits(unit: Unit, budget: int) -> None:
     if 2 * unit.nbytes > budget:
         raise ValueError(
             f"{unit.name} has {unit.nbytes:,} bytes that are used together: "
