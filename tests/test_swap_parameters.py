@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import copy
+import errno
+import functools
 import gc
 import os
 import time
@@ -403,3 +405,32 @@ def test_a_forward_set_on_the_module_itself_is_its_own_again(disk_folder):
         swapped.restore()
     assert model.forward is mine
     assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_step_that_ends_early_names_all_that_is_not_updated(disk_folder, on_disk):
+    model, before = linears(4), list(linears(4).parameters())
+    params = list(model.parameters())
+    kind = functools.partial(SwappedOptimizer, optimizer_class=torch.optim.SGD, folder=disk_folder, min_bytes=1)
+    optimizer = (kind if on_disk else torch.optim.SGD)(params, lr=0.5, momentum=0.9)
+    with swap(model, disk_folder, max_locked_bytes=3 * LINEAR_BYTES) as swapped:
+        for param in params:
+            param.grad = torch.ones(param.shape)
+        third = swapped._parts.unit_of[params[4]]
+        bring = swapped._cache._bring
+
+        def fail(unit):
+            if unit is third:
+                raise OSError(errno.EIO, "no luck")
+            bring(unit)
+
+        swapped._cache._bring = fail
+        with pytest.raises(OSError, match="no luck") as ended:
+            swapped.step(optimizer)
+        swapped._cache._bring = bring
+        assert [id(param) for param in ended.value.not_updated] == [id(param) for param in params[4:]]
+        swapped.restore()
+    for index, (mine, old) in enumerate(zip(params, before, strict=True)):
+        assert torch.equal(mine, old - 0.5 if index < 4 else old)
+    if on_disk:
+        optimizer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -86,7 +87,8 @@ class SwappedParameters:
         """`optimizer.step(closure)` within the budget: each part is brought to memory and updated.
 
         The optimizer's step hooks run once, around the whole. Gradients stay in ordinary memory; a
-        `SwappedOptimizer` keeps its state on disk.
+        `SwappedOptimizer` keeps its state on disk. What ends it early, an interrupt too, has the attribute
+        `not_updated`: the parameters that this step did not update, or not all of them whole.
         """
         self._check_open()
         loss = None
@@ -231,24 +233,30 @@ class SwappedParameters:
     @torch.no_grad()
     def _step_units(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
+        left = [*self._parts.units, None]  # None: what is not swapped
         try:
-            for unit in [*self._parts.units, None]:
-                subset = [{**group, "params": self._stepped(group["params"], unit)} for group in groups]
-                optimizer.param_groups = [group for group in subset if group["params"]]
-                if not optimizer.param_groups:
-                    continue
-                if unit is None:
-                    step_without_hooks(optimizer)
-                    continue
-                with _Gathered(self, [unit]):
-                    step_without_hooks(optimizer)
+            while left:
+                unit = left[0]
+                optimizer.param_groups = self._stepped(groups, unit)
+                if optimizer.param_groups:
+                    with contextlib.nullcontext() if unit is None else _Gathered(self, [unit]):
+                        step_without_hooks(optimizer)
+                left.pop(0)
+        except BaseException as error:
+            parts = [[param for group in self._stepped(groups, unit) for param in group["params"]] for unit in left]
+            first = getattr(error, "not_updated", parts[0])
+            vars(error).update(not_updated=[*first, *itertools.chain.from_iterable(parts[1:])])
+            raise
         finally:
             optimizer.param_groups = groups
 
-    def _stepped(self, params: list[torch.Tensor], unit: Optional[Unit]) -> list[torch.Tensor]:
-        return [
-            param for param in params if param.grad is not None and self._parts.unit_of.get(param) is unit
+    def _stepped(self, groups: list[dict[str, Any]], unit: Optional[Unit]) -> list[dict[str, Any]]:
+        """The groups with the unit's parameters only, without those that have no gradient or none left."""
+        of_unit = [
+            {**group, "params": [p for p in group["params"] if p.grad is not None and self._parts.unit_of.get(p) is unit]}
+            for group in groups
         ]
+        return [group for group in of_unit if group["params"]]
 
 
 class _Asked(dict[str, Any]):
