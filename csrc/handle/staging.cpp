@@ -42,15 +42,22 @@ bool Staging::reserve() {
 }
 
 std::byte* Staging::take() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!free_.empty()) {
-      std::byte* chunk = free_.back();
-      free_.pop_back();
-      return chunk;
-    }
+  if (std::byte* chunk = take_free()) {
+    return chunk;
   }
-  return add_slab();
+  std::lock_guard<std::mutex> growing(growth_mutex_);
+  std::byte* chunk = take_free();  // another thread may have added a slab meanwhile
+  return chunk != nullptr ? chunk : add_slab();
+}
+
+std::byte* Staging::take_free() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (free_.empty()) {
+    return nullptr;
+  }
+  std::byte* chunk = free_.back();
+  free_.pop_back();
+  return chunk;
 }
 
 // Locked memory for a slab, or nullptr: see Note [Share of the limit].

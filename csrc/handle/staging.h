@@ -46,6 +46,7 @@ class Staging : public BlockKeeper {
   using Slabs = std::map<std::byte*, Block*>;
 
   uint64_t slab_bytes() const { return chunk_bytes_ * chunks_per_slab_; }
+  std::byte* take_free();
   Block* lock_slab();
   std::byte* add_slab();
 
@@ -53,8 +54,9 @@ class Staging : public BlockKeeper {
   const uint64_t chunk_bytes_;
   const uint64_t chunks_per_slab_;
   const uint64_t limit_;
-  std::mutex mutex_;
-  uint64_t reserved_ = 0;  // chunks promised or out
+  std::mutex growth_mutex_;  // one slab at a time, so that no more are added than limit_ needs
+  std::mutex mutex_;         // taken after it
+  uint64_t reserved_ = 0;    // chunks promised or out
   std::vector<std::byte*> free_;
   Slabs slabs_;
   uint64_t locked_bytes_ = 0;  // of the slabs
