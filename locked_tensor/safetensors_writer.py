@@ -48,7 +48,8 @@ def save(
         aio_handle: the handle to write with; by default one of this call's own.
 
     Raises:
-        TypeError: something is not a dense tensor (or has no bytes yet, UninitializedParameter), or a name or metadata is not a string.
+        TypeError: something is not a dense tensor, or has no bytes yet (`UninitializedParameter`); a name or
+            metadata is not a string.
         ValueError: a dtype that the format does not have, a device without bytes, the name
             "__metadata__", or names and metadata of more than 100 MB.
         OSError: the kernel refused; `errno`, `filename`, and the message names the tensor.

@@ -509,7 +509,7 @@ def test_tensors_without_bytes_of_their_own_are_refused(folder):
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}])
 def test_metadata_that_is_not_strings_is_refused(folder, metadata):
-    with pytest.raises(TypeError, match="metadata must map strings"):
+    with pytest.raises(TypeError, match="metadata must be a dict of str to str"):
         lt.save({}, folder / "file", metadata=metadata)
 
 
